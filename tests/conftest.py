@@ -1,0 +1,123 @@
+"""The servers that tests share, and a database for each test.
+
+A server that the machine lacks skips the tests that ask for it, with the reason; where the environment has
+`CI` set it fails them instead.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import uuid
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import hypothesis
+import psycopg
+import pytest
+
+from localservers import MissingServer, PgBouncer, PostgreSQL, RabbitMQ, Redis
+
+FAULTS = Path(__file__).parent / "faults"
+
+# The time of one example says nothing on a busy machine.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgreSQL]:
+    """The server of all tests: a test that stops it or changes its settings takes `own_postgres`."""
+    with PostgreSQL() as server:
+        yield server
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgreSQL]:
+    """A server of this test alone, which may stop, restart, freeze and kill it."""
+    with PostgreSQL() as server:
+        yield server
+
+
+@pytest.fixture
+def dbname(postgres: PostgreSQL) -> Iterator[str]:
+    """The name of a database of this test alone."""
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    postgres.execute(f"CREATE DATABASE {name}")
+    yield name
+    postgres.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def dsn(postgres: PostgreSQL, dbname: str) -> str:
+    """The URL of that database. Advisory locks belong to a database: no other test's locks are seen in it."""
+    return postgres.url(dbname)
+
+
+@pytest.fixture
+def observer(dsn: str) -> Iterator[psycopg.Connection]:
+    """A session in the same database that judges from outside."""
+    with psycopg.connect(dsn, autocommit=True, application_name="observer") as connection:
+        yield connection
+
+
+@pytest.fixture(scope="session")
+def redis() -> Iterator[Redis]:
+    with Redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def pgbouncer(postgres: PostgreSQL) -> Iterator[PgBouncer]:
+    """A pooler in transaction mode before the server of all tests."""
+    with PgBouncer(postgres) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[RabbitMQ]:
+    with RabbitMQ() as server:
+        yield server
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    try:
+        return (yield)
+    except MissingServer as missing:
+        skip_or_fail(missing)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    try:
+        return (yield)
+    except MissingServer as missing:
+        skip_or_fail(missing)
+
+
+def skip_or_fail(missing: MissingServer) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must have every server: {missing}", pytrace=False)
+    pytest.skip(str(missing))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if FAULTS in item.path.parents:
+            item.add_marker("faults")
+
+
+def pytest_report_header() -> list[str]:
+    """Tell which build is tested, and with what."""
+    spec = importlib.util.find_spec("celery_pglock")
+    packages = ("celery", "kombu", "psycopg")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    return [
+        f"celery_pglock: {spec and spec.origin}",
+        f"versions: Python {platform.python_version()}, {versions}",
+    ]
