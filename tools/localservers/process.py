@@ -4,10 +4,10 @@ Facts that shaped it:
 
 - PR_SET_PDEATHSIG fires when the *thread* that forked the child ends, not when its process does: a server is
   started from the main thread. Systems other than Linux have no such signal; there `atexit` is all.
-- A change of credentials clears that signal (prctl(2)): it is set last, in the child, once root is left behind.
+- A change of credentials clears that signal (prctl(2)): it is set last, in the child, when root is left.
 - Ctrl-C reaches every process of the terminal's foreground group: a server has a session of its own, so that
   it is there until its owner has ended its work with it.
-- While a server is down, an outgoing connection may be given its port if that lies in the ephemeral range, and
+- While a server is down, an outgoing connection may be given its port if that is in the ephemeral range, and
   a client that keeps reconnecting may even reach itself: ports are taken from below that range.
 """
 
@@ -54,8 +54,8 @@ class ServerFailed(Exception):
 class Server:
     """One server on one port of the loopback interface, with its files in one temporary folder.
 
-    `start()` and `stop()` may take turns: port and data stay. `close()` stops it and removes the folder; so do
-    the end of a `with` block and the end of the process that made it.
+    `start()` and `stop()` may take turns: port and data stay. `close()` stops it and removes the folder; so
+    does the end of a `with` block or of the process that made it.
     """
 
     program: ClassVar[str]

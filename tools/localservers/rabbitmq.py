@@ -67,8 +67,8 @@ class RabbitMQ(Server):
 
 
 def find_scripts() -> tuple[Path, Path]:
-    """Return the folder of the broker's scripts and the file of epmd; raise MissingServer if one is missing."""
-    # Debian's /usr/sbin/rabbitmq-server turns into the user rabbitmq; the scripts beneath run as whoever calls.
+    """Return the folder of the broker's scripts and the file of epmd; raise MissingServer without them."""
+    # Debian's /usr/sbin/rabbitmq-server turns into the user rabbitmq; these scripts run as whoever calls.
     debian = Path("/usr/lib/rabbitmq/bin")
     on_path = shutil.which("rabbitmq-server")
     scripts = debian if debian.exists() else Path(on_path).resolve().parent if on_path else None
