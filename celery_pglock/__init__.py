@@ -1,0 +1,36 @@
+"""Celery tasks that never run twice at a time: each execution under a PostgreSQL advisory lock."""
+
+from __future__ import annotations
+
+from .conflict import Conflict, is_skipped
+from .locks.errors import (
+    LockError,
+    LockKeyError,
+    LockLost,
+    LockNotAcquired,
+    LockSetupError,
+    LockUnavailable,
+)
+from .locks.hold import Hold, current_lock
+from .locks.keys import LockId
+from .signals import lock_acquired, lock_conflict, lock_lost, lock_released
+from .task import AdvisoryLockedTask
+
+__all__ = [
+    "AdvisoryLockedTask",
+    "Conflict",
+    "Hold",
+    "LockError",
+    "LockId",
+    "LockKeyError",
+    "LockLost",
+    "LockNotAcquired",
+    "LockSetupError",
+    "LockUnavailable",
+    "current_lock",
+    "is_skipped",
+    "lock_acquired",
+    "lock_conflict",
+    "lock_lost",
+    "lock_released",
+]

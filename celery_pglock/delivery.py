@@ -1,0 +1,117 @@
+"""What travels in a task's message: how often it was tried, and all that a new copy of it must keep."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from celery import states
+from celery.app.task import Context
+from celery.canvas import Signature
+from celery.exceptions import Reject
+from kombu.serialization import registry
+
+if TYPE_CHECKING:
+    from .task import AdvisoryLockedTask
+
+__all__ = ["Attempts", "finished_before", "ignores_result", "publish_again"]
+
+#: The header that holds `Attempts`.
+HEADER = "pglock"
+
+#: The header in which the worker's main process tells its children how the message was serialized.
+CONTENT_TYPE_HEADER = "pglock_content_type"
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The tries of one execution that did not reach the body. Travels in the message, in wall-clock time."""
+
+    #: How often somebody else held the name.
+    conflicts: int = 0
+    #: When that was first so, in seconds since the epoch.
+    since: float | None = None
+    #: How often in a row the server could not be asked.
+    failures: int = 0
+    #: When this was last so: the time from then to the next try does not count as waiting for the lock.
+    failed_at: float | None = None
+    #: How often this copy of an execution under way elsewhere was put back.
+    copies: int = 0
+
+    @classmethod
+    def of(cls, request: Context) -> Attempts:
+        attempts = cls(**(request.headers or {}).get(HEADER, {}))
+        if attempts.failed_at is None or attempts.since is None:
+            return attempts
+        return replace(attempts, since=attempts.since + time.time() - attempts.failed_at, failed_at=None)
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the first conflict, less those in which the server could not be asked."""
+        return 0.0 if self.since is None else max(0.0, time.time() - self.since)
+
+    def after_conflict(self) -> Attempts:
+        since = time.time() if self.since is None else self.since
+        return Attempts(conflicts=self.conflicts + 1, since=since)
+
+    def after_failure(self) -> Attempts:
+        return replace(self, failures=self.failures + 1, failed_at=time.time())
+
+    def after_meeting_itself(self) -> Attempts:
+        return replace(self, copies=self.copies + 1)
+
+
+def publish_again(task: AdvisoryLockedTask, attempts: Attempts, countdown: int) -> Signature:
+    """Publish the running message once more, with everything that it came with.
+
+    Task.retry keeps most of it, but counts the try and leaves out how the message was written.
+    """
+    request = task.request
+    headers = {**(request.headers or {}), HEADER: asdict(attempts)}
+    signature = task.signature_from_request(
+        request,
+        headers=headers,
+        countdown=countdown,
+        retries=request.retries,
+        ignore_result=ignores_result(task, request),
+        add_to_parent=False,
+        **written_as(headers.pop(CONTENT_TYPE_HEADER, None), request),
+    )
+    try:
+        signature.apply_async()
+    except Exception as exc:
+        # The broker did not take it. What is not acknowledged yet can go back to where it came from.
+        if task.acks_late:
+            raise Reject(exc, requeue=True) from exc
+        raise
+    return signature
+
+
+def written_as(content_type: str | None, request: Context) -> dict[str, Any]:
+    """The options of a message that are not Celery's but its envelope's."""
+    options = {
+        "serializer": registry.type_to_name.get(content_type),
+        "compression": request.get("compression"),
+        "argsrepr": request.get("argsrepr"),
+        "kwargsrepr": request.get("kwargsrepr"),
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def ignores_result(task: AdvisoryLockedTask, request: Context) -> bool:
+    """The caller's own ``ignore_result``, or the task's. The class-level False of `Context` is neither."""
+    given = vars(request).get("ignore_result")
+    return bool(task.ignore_result if given is None else given)
+
+
+def finished_before(task: AdvisoryLockedTask, request: Context, attempts: Attempts) -> bool:
+    """Whether a message that came a second time has nothing left to do.
+
+    Only a persistent result backend knows; without one a redelivered task runs again. Must be asked with
+    the execution's identity held: before that, the first may be storing its result right now.
+    """
+    redelivered = attempts.copies or (request.delivery_info or {}).get("redelivered")
+    if not redelivered or ignores_result(task, request) or not task.backend.persistent:
+        return False
+    return task.backend.get_state(request.id) in states.READY_STATES

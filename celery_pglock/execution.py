@@ -1,0 +1,175 @@
+"""One execution of a task under its lock: who it is, what it keeps back, what it tells.
+
+Celery publishes the next task of a chain after the body's return, but ``retry()`` and ``replace()`` publish
+inside the body, and the successor could meet the lock of its own predecessor. Their messages are kept back
+until the name is free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from celery.app.task import Context
+from celery.canvas import Signature
+from celery.exceptions import Reject
+
+from . import signals
+from .config import settings_of
+from .delivery import HEADER, Attempts, finished_before
+from .locks.hold import Hold
+from .locks.keeper import keeper_for
+from .locks.keys import LockId, id_of
+
+if TYPE_CHECKING:
+    from .options import LockOptions
+    from .task import AdvisoryLockedTask
+
+__all__ = ["Execution", "is_under_way", "kept_back_by", "settle"]
+
+logger = logging.getLogger(__name__)
+
+_executions: ContextVar[tuple[Execution, ...]] = ContextVar("celery_pglock_executions", default=())
+_unsettled: ContextVar[Execution | None] = ContextVar("celery_pglock_unsettled", default=None)
+
+
+class Execution:
+    """One execution. As a context manager it publishes and tells, once its lock is released."""
+
+    def __init__(
+        self, task: AdvisoryLockedTask, options: LockOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Work out what is locked. Raises `LockKeyError`."""
+        self.task = task
+        self.options = options
+        self.request: Context = task.request
+        self.attempts = Attempts.of(self.request)
+        settings = settings_of(task.app)
+        self.keeper = keeper_for(settings)
+        self.hold = hold_for(options, settings.namespace, args, kwargs)
+        self.identity = self._identity(settings.namespace)
+        self._kept_back: list[Callable[[], Any]] = []
+        self._started = False
+        if self.identity is not None:
+            _unsettled.set(self)
+
+    @property
+    def is_item(self) -> bool:
+        """Whether this is an item of ``map``, ``starmap`` or ``chunks``, which has no message of its own."""
+        return bool(self.request.called_directly)
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the first conflict, or since the question where there was none."""
+        return self.attempts.waited or self.hold.seconds_waited
+
+    def _identity(self, namespace: str) -> Hold | None:
+        """What a second delivery of this message has in common with the first, and its successors have not.
+
+        A retry, a replacement and a retry after a conflict reuse the task's id.
+        """
+        request = self.request
+        if self.is_item or request.is_eager:
+            return None
+        parts = (request.id, request.retries, self.attempts.conflicts, request.replaced_task_nesting)
+        return Hold(id_of(f"<execution>:{namespace}:{':'.join(map(str, parts))}"), label="this execution")
+
+    def __enter__(self) -> None:
+        _executions.set((*_executions.get(), self))
+
+    def __exit__(self, *exc_info: object) -> None:
+        _executions.set(tuple(each for each in _executions.get() if each is not self))
+        self._tell_end()
+        for publish in self._kept_back:
+            publish()
+
+    def keep_back_retry(self, signature: Signature) -> None:
+        """Let a signature that ``retry()`` is about to publish wait for the release."""
+        headers = signature.options.get("headers") or {}
+        # What the retry meets is another conflict than what this execution met.
+        signature.options["headers"] = {key: value for key, value in headers.items() if key != HEADER}
+        publish = signature.apply_async
+
+        def publish_as_retry_does() -> None:
+            try:
+                publish()
+            except Exception as exc:
+                raise Reject(exc, requeue=False) from exc
+
+        signature.apply_async = lambda: self._kept_back.append(publish_as_retry_does)
+
+    def keep_back(self, publish: Callable[[], Any]) -> None:
+        """Call ``publish`` once the name is free."""
+        self._kept_back.append(publish)
+
+    def was_finished_before(self) -> bool:
+        """Whether this is a second delivery of what is done."""
+        identity = self.identity
+        if identity is None or identity.status is not identity.Status.HELD:
+            return False
+        return finished_before(self.task, self.request, self.attempts)
+
+    def tell_start(self) -> None:
+        self._started = True
+        logger.debug("lock %r acquired", self.hold.label, extra=self.extra)
+        signals.lock_acquired.send(sender=self.task, lock=self.hold, waited=self.waited)
+
+    def _tell_end(self) -> None:
+        hold, held = self.hold, self.hold.seconds_held
+        if not self._started:
+            return
+        if hold.lost:
+            logger.warning("lock %r was lost after %.1f s", hold.label, held, extra=self.extra)
+            signals.lock_lost.send(sender=self.task, lock=hold, held=held)
+        else:
+            logger.debug("lock %r released after %.3f s", hold.label, held, extra=self.extra)
+            signals.lock_released.send(sender=self.task, lock=hold, waited=self.waited, held=held)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What every log line of an execution carries."""
+        return {
+            "task_name": self.task.name,
+            "task_id": self.request.id,
+            "lock": self.hold.label,
+            "lock_id": self.hold.id,
+        }
+
+
+def hold_for(options: LockOptions, namespace: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hold:
+    name = options.named(namespace, args, kwargs)
+    if isinstance(name, LockId):
+        return Hold(name)
+    id = id_of(name)
+    label = f"{namespace}:{options.lock_name} ({id.keys[0]})" if options.private else name
+    return Hold(id, name, label=label)
+
+
+def kept_back_by(request: Context) -> Execution | None:
+    """The running execution that keeps back what a request's task publishes in its own place."""
+    if request.is_eager:
+        return None
+    return next((each for each in _executions.get() if each.request.id == request.id), None)
+
+
+def is_under_way(request: Context) -> bool:
+    """Whether a request's execution is already running: then its task is calling itself.
+
+    A task that calls itself sees its own request, which still says that it was not called directly.
+    """
+    return any(execution.request.id == request.id for execution in _executions.get())
+
+
+def settle(task_id: str) -> None:
+    """Give up the identity of an execution, now that its result is stored.
+
+    The hold was released long before, unless an interrupt came between the body and its release.
+    """
+    execution = _unsettled.get()
+    if execution is None or execution.request.id != task_id or execution.identity is None:
+        return
+    _unsettled.set(None)
+    execution.keeper.release_soon(execution.hold)
+    execution.keeper.release_soon(execution.identity)

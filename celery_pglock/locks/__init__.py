@@ -1,0 +1,1 @@
+"""Locks on PostgreSQL. Knows psycopg and the standard library, and no Celery."""

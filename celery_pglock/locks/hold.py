@@ -1,0 +1,112 @@
+"""One acquisition of one lock: its states and its loss.
+
+A hold is used once::
+
+    NEW ──▶ HELD ──▶ RELEASED
+              └────▶ LOST
+
+It does not know PostgreSQL: the session that granted it moves it from state to state, from the one
+thread or greenlet that talks to the server. Whoever runs under it only reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+
+from .errors import LockLost
+from .keys import LockId
+
+__all__ = ["Hold", "current_lock", "holds_of_this_context"]
+
+
+class Hold:
+    """One acquisition. ``name`` and ``id`` say what is locked; ``lost`` and `check` whether it still is."""
+
+    class Status(Enum):
+        NEW = "new"
+        HELD = "held"
+        RELEASED = "released"
+        LOST = "lost"
+
+    __slots__ = ("_asked_at", "_held_since", "_loss", "_released_at", "_status", "id", "label", "name")
+
+    def __init__(self, id: LockId, name: str | None = None, *, label: str | None = None) -> None:
+        self.id = id
+        #: The text behind the id; `None` where an id was given as it is.
+        self.name = name
+        #: What logs, markers and errors call the lock: a name that holds all arguments stays out of them.
+        self.label = label or name or repr(id)
+        self._status = self.Status.NEW
+        self._loss = ""
+        self._asked_at = self._held_since = self._released_at = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"<Hold {self.label!r} [{self._status.value}]>"
+
+    @property
+    def status(self) -> Status:
+        return self._status
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lock is gone although nobody released it."""
+        return self._status is self.Status.LOST
+
+    def check(self) -> None:
+        """Raise `LockLost` if the lock is gone. Asks nobody: it tells what is known by now."""
+        if self.lost:
+            raise LockLost(self.label, self._loss)
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds from the question to the grant."""
+        return self._held_since - self._asked_at
+
+    @property
+    def seconds_held(self) -> float:
+        """Seconds since the grant, or from the grant to the end."""
+        end = time.monotonic() if self._status is self.Status.HELD else self._released_at
+        return end - self._held_since
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Be what `current_lock` returns."""
+        outer = _context.get()
+        _context.set((*outer, self))
+        try:
+            yield
+        finally:
+            _context.set(outer)
+
+    # The session's side: only the granting session calls what follows.
+
+    def _granted(self) -> None:
+        self._held_since = time.monotonic()
+        self._status = self.Status.HELD
+
+    def _released(self) -> None:
+        self._released_at = time.monotonic()
+        self._status = self.Status.RELEASED
+
+    def _lost(self, reason: str) -> None:
+        self._released_at = time.monotonic()
+        self._loss = reason
+        self._status = self.Status.LOST
+
+
+_context: ContextVar[tuple[Hold, ...]] = ContextVar("celery_pglock_holds", default=())
+
+
+def holds_of_this_context() -> tuple[Hold, ...]:
+    """The holds that the running code works under, the outermost first."""
+    return _context.get()
+
+
+def current_lock() -> Hold | None:
+    """Return the innermost hold that the running code works under, `None` where there is none."""
+    holds = _context.get()
+    return holds[-1] if holds else None

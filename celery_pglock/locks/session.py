@@ -1,0 +1,321 @@
+"""One PostgreSQL connection and the holds on it. All SQL on session locks stands here.
+
+Facts that shaped it:
+
+- A session lock lives as long as its connection. Closing the connection frees all that is on it, which is
+  the answer to every doubt.
+- Locks stack inside a session: PostgreSQL grants a held id again to the session that has it. So the table
+  of holds, not the server, decides between the threads and greenlets of one process.
+- One statement may carry many questions, one column for each, so that fifty of them cost one round trip.
+- Statements hold literal numbers and no parameters: nothing is prepared on the server, which poolers would
+  lose.
+
+It does not know threads: exactly one caller at a time, see `keeper`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from .errors import LockError, LockSetupError, LockUnavailable
+from .hold import Hold
+from .keys import LockId
+from .settings import Settings
+
+__all__ = ["Acquire", "Answer", "Release", "Session", "SessionBroken"]
+
+CONNECT_TIMEOUT = 5  # seconds: libpq's own default is to wait for ever
+
+#: Limits that a role or a database may set, and that would end a quiet holder or a statement of ours.
+#: Not every release has all of them.
+ROLE_LIMITS = (
+    "statement_timeout",
+    "lock_timeout",
+    "idle_session_timeout",
+    "idle_in_transaction_session_timeout",
+    "transaction_timeout",
+)
+
+WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"
+LIFT_LIMITS = f"SELECT set_config(name, '0', false) FROM pg_settings WHERE name IN {ROLE_LIMITS}"
+OWN_LOCKS = """
+    SELECT classid::bigint, objid::bigint, objsubid FROM pg_locks
+    WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+"""
+
+
+class SessionBroken(Exception):
+    """The connection is gone, and every hold on it. Nothing more is known about what was asked last."""
+
+
+class Answer(Enum):
+    """What came of one `Acquire`."""
+
+    GRANTED = "granted"
+    #: Somebody else holds the name.
+    CONFLICT = "conflict"
+    #: This very execution is under way elsewhere: its message came a second time.
+    SAME_EXECUTION = "same execution"
+    #: Nobody could say: ``Acquire.error`` tells why.
+    UNKNOWN = "unknown"
+
+
+@dataclass(eq=False)
+class Acquire:
+    """Ask for a hold, together with the identity of the execution that asks.
+
+    The identity is asked for first and kept whatever becomes of the name.
+    """
+
+    hold: Hold
+    identity: Hold | None = None
+    answer: Answer = Answer.UNKNOWN
+    error: LockError | None = None
+
+
+@dataclass(eq=False)
+class Release:
+    """Give a hold back. Does nothing for one that is not held."""
+
+    hold: Hold
+
+
+Request = Acquire | Release
+
+
+class Session:
+    """One connection of the package's own, never pooled and never lent."""
+
+    def __init__(self, settings: Settings, application_name: str) -> None:
+        """Connect and check the server. Raises `LockUnavailable` or `LockSetupError`."""
+        self._holds: dict[LockId, Hold] = {}
+        #: Holds whose unlock is part of the statement under way.
+        self._leaving: list[Hold] = []
+        #: Holds that are over, whose unlock rides on the next statement.
+        self._owed: list[Hold] = []
+        self._connection = connect(settings, application_name)
+        self._cursor = self._connection.cursor()
+        try:
+            self._check_server(settings)
+            self._cursor.execute(LIFT_LIMITS)
+        except psycopg.Error as exc:
+            self.close()
+            raise refusal_of(exc) from exc
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self._connection.closed else f"{len(self._holds)} held"
+        return f"<Session pid={self._connection.info.backend_pid if state != 'closed' else None} [{state}]>"
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody works under it."""
+        return all(hold in self._owed for hold in self._holds.values())
+
+    @property
+    def owes(self) -> bool:
+        """Whether there are unlocks that wait for the next statement."""
+        return bool(self._owed)
+
+    def owe(self, hold: Hold) -> None:
+        """Release a hold with the next statement, whatever that will be."""
+        self._owed.append(hold)
+
+    def perform(self, requests: Sequence[Request]) -> None:
+        """Answer all requests with one statement.
+
+        Raises `SessionBroken` when the connection is gone, and `LockUnavailable` or `LockSetupError` when
+        the server answered with an error; then nothing was granted and all that was to be released is.
+        """
+        owed, self._owed = self._owed, []
+        columns = [self._plan_release(hold) for hold in owed]
+        columns += [self._plan(request) for request in requests]
+        try:
+            self._execute([column for column in columns if column is not None])
+        except psycopg.Error as exc:
+            if not is_broken(self._connection, exc):
+                self._reconcile()
+                raise refusal_of(exc) from exc
+            self.close(reason_of(exc))
+            raise SessionBroken(reason_of(exc)) from exc
+
+    def close(self, reason: str = "its session was closed") -> None:
+        """Close the connection, which frees all that is on it. What was still held counts as lost."""
+        holds = [*self._holds.values(), *self._leaving]
+        self._holds, self._leaving, self._owed = {}, [], []
+        self._connection.close()
+        for hold in holds:
+            if hold.status is hold.Status.HELD:
+                hold._lost(reason)
+
+    def disown(self) -> None:
+        """Give the connection up in a forked child, so that only the parent's end is left.
+
+        A close in the child would end the parent's session, and a descriptor that stays open there would
+        keep a dead parent's locks alive.
+        """
+        if self._connection.closed:
+            return
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, self._connection.fileno())
+        os.close(null)
+        self._connection.close()
+
+    # One statement: a column for each question, and what to do with its value.
+
+    def _plan(self, request: Request) -> Column | None:
+        if isinstance(request, Release):
+            return self._plan_release(request.hold)
+        return self._plan_acquire(request)
+
+    def _plan_release(self, hold: Hold) -> Column | None:
+        if self._holds.get(hold.id) is not hold:
+            return None
+        del self._holds[hold.id]
+        self._leaving.append(hold)
+
+        def settle(unlocked: bool | None) -> None:
+            if unlocked:
+                hold._released()
+            else:
+                hold._lost("PostgreSQL did not know it any more")
+
+        return f"pg_advisory_unlock({sql(hold.id)})", settle
+
+    def _plan_acquire(self, request: Acquire) -> Column | None:
+        hold, identity = request.hold, request.identity
+        if identity is not None and identity.id in self._holds:
+            request.answer = Answer.SAME_EXECUTION
+            return None
+        taken = hold.id in self._holds
+        if taken and identity is None:
+            request.answer = Answer.CONFLICT
+            return None
+        # Entered before the answer, so that the next question of this statement meets it.
+        asked = [each for each in (identity, None if taken else hold) if each is not None]
+        self._holds.update((each.id, each) for each in asked)
+
+        def settle(granted: bool | None) -> None:
+            request.answer = ANSWERS[granted]
+            if identity is not None and granted is not None:
+                identity._granted()
+            if granted:
+                hold._granted()
+            self._forget_ungranted(asked)
+
+        question = "false" if taken else f"pg_try_advisory_lock({sql(hold.id)})"
+        if identity is not None:
+            question = f"CASE WHEN pg_try_advisory_lock({sql(identity.id)}) THEN {question} END"
+        return question, settle
+
+    def _execute(self, columns: Sequence[Column]) -> None:
+        if columns:
+            row = self._cursor.execute("SELECT " + ", ".join(column for column, _ in columns)).fetchone()
+            for (_, settle), value in zip(columns, row or (), strict=True):
+                if value not in (True, False, None):
+                    raise LockSetupError(f"the server's advisory locks answer {value!r}, not true or false")
+                settle(value)
+        self._leaving.clear()
+
+    def _forget_ungranted(self, holds: Iterable[Hold]) -> None:
+        for hold in holds:
+            if hold.status is not hold.Status.HELD and self._holds.get(hold.id) is hold:
+                del self._holds[hold.id]
+
+    def _reconcile(self) -> None:
+        """Bring the server back to what the table says.
+
+        A statement that failed, say on a full lock table, may have locked and unlocked half of its ids.
+        """
+        self._forget_ungranted(list(self._holds.values()))
+        try:
+            own = [id_from_pg_locks(*row) for row in self._cursor.execute(OWN_LOCKS).fetchall()]
+            for id in set(own) - self._holds.keys():
+                self._cursor.execute(f"SELECT pg_advisory_unlock({sql(id)})")
+        except psycopg.Error as exc:
+            self.close(reason_of(exc))
+            raise SessionBroken(reason_of(exc)) from exc
+        for hold in self._leaving:
+            hold._released()
+        self._leaving.clear()
+
+    def _check_server(self, settings: Settings) -> None:
+        pid, in_recovery = self._cursor.execute(WHO_AM_I).fetchone() or (None, None)
+        if in_recovery:
+            raise LockSetupError(
+                "pglock_database_url leads to a standby, whose locks the primary does not know:"
+                " name the primary, or several hosts with target_session_attrs=primary"
+            )
+        if pid != self._connection.info.backend_pid and not settings.session_pooler:
+            raise LockSetupError(
+                "a connection pooler stands before the server of pglock_database_url, and a session lock is lost"
+                " or shared behind one in transaction or statement mode: name the server itself,"
+                " or set pglock_session_pooler = True if the pooler is in session mode"
+            )
+
+
+Column = tuple[str, Callable[[bool | None], None]]
+
+#: What the value of an `Acquire`'s column means. NULL: the identity was refused, the name not asked for.
+ANSWERS = {True: Answer.GRANTED, False: Answer.CONFLICT, None: Answer.SAME_EXECUTION}
+
+
+def connect(settings: Settings, application_name: str) -> psycopg.Connection[tuple[object, ...]]:
+    try:
+        given = conninfo_to_dict(settings.database_url)
+    except psycopg.Error:
+        # The driver's message would quote the URL, and with it a password.
+        raise LockSetupError("pglock_database_url is no PostgreSQL URL and no conninfo") from None
+    conninfo = make_conninfo(**{"connect_timeout": CONNECT_TIMEOUT, **given, "application_name": application_name})
+    try:
+        return psycopg.connect(conninfo, autocommit=True, prepare_threshold=None)
+    except psycopg.OperationalError as exc:
+        raise LockUnavailable(reason_of(exc)) from exc
+
+
+def sql(id: LockId) -> str:
+    """An id as the arguments of PostgreSQL's functions: their number tells the two key spaces apart.
+
+    The cast keeps a small number in the 64-bit space readable as what it is.
+    """
+    return f"{id.keys[0]}::bigint" if len(id.keys) == 1 else ", ".join(map(str, id.keys))
+
+
+def id_from_pg_locks(classid: int, objid: int, objsubid: int) -> LockId:
+    """``pg_locks`` shows unsigned halves; ``objsubid`` tells one 64-bit key (1) from a pair (2)."""
+    if objsubid == 1:
+        return LockId(signed(classid << 32 | objid, 64))
+    return LockId(signed(classid, 32), signed(objid, 32))
+
+
+def signed(number: int, bits: int) -> int:
+    return number - (1 << bits) if number >> (bits - 1) else number
+
+
+def is_broken(connection: psycopg.Connection[Any], exc: psycopg.Error) -> bool:
+    """Whether an error means the end of the connection.
+
+    ``closed`` alone does not tell: it stays False behind the farewell of a server that ends the session.
+    """
+    farewell = ("08", "57P", "25P03", "25P04")
+    return connection.closed or exc.sqlstate is None or exc.sqlstate.startswith(farewell)
+
+
+def refusal_of(exc: psycopg.Error) -> LockUnavailable | LockSetupError:
+    """What can't pass by itself (no such function, no right to call it), and what may."""
+    if exc.sqlstate is not None and exc.sqlstate.startswith("42"):
+        return LockSetupError(f"the server of pglock_database_url lacks what locks need: {reason_of(exc)}")
+    return LockUnavailable(reason_of(exc))
+
+
+def reason_of(exc: BaseException) -> str:
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__

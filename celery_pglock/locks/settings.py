@@ -1,0 +1,20 @@
+"""One frozen value that says where the locks live and how they behave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process has to know to take a lock.
+
+    ``database_url`` is a libpq URL or conninfo; ``""`` leaves all to libpq's ``PG*`` variables.
+    """
+
+    # Kept out of the repr: it may hold a password, and reprs end up in logs.
+    database_url: str = field(repr=False)
+    namespace: str = "celery"
+    session_pooler: bool = False

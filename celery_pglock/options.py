@@ -1,0 +1,151 @@
+"""The ``lock_*`` options of a task, checked when the task is bound."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from celery import Task
+from celery.exceptions import ImproperlyConfigured
+
+from .locks import keys
+from .locks.errors import LockKeyError
+
+__all__ = ["MARKER", "POLICIES", "LockOptions", "lock_options_of"]
+
+POLICIES = ("skip", "retry", "raise")
+
+#: Stands for the marker of a skipped execution: None is a result like any other.
+MARKER = object()
+
+
+@dataclass(frozen=True)
+class LockOptions:
+    """What one task asks of its lock."""
+
+    key: keys.Key
+    lock_name: str
+    #: The name holds all arguments, which must not end up in logs.
+    private: bool
+    on_conflict: str | Callable[..., str]
+    max_wait: float | None
+    backoff: int
+    backoff_max: int
+    jitter: bool
+    skip_result: Any
+
+    def named(self, namespace: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> keys.LockId | str:
+        """Return the name of one call, or the id that its ``lock_key`` names. Raises `LockKeyError`."""
+        rendered = self.key.render(args, kwargs)
+        if isinstance(rendered, keys.LockId):
+            return rendered
+        return keys.full_name(namespace, self.lock_name, rendered)
+
+
+def lock_options_of(task: type[Task], declared_by: type, unlocked_base: type | None) -> LockOptions | None:
+    """Check and compile the options of a task class, `None` if it runs unlocked.
+
+    With an ``unlocked_base`` only tasks that set an option below it are locked. Raises
+    `ImproperlyConfigured`.
+    """
+    known = {name for name in vars(declared_by) if name.startswith("lock_")}
+    for name in sorted(set(options_given(task, declared_by)) - known):
+        close = difflib.get_close_matches(name, known, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
+        raise ImproperlyConfigured(f"task {task.name!r}: there is no option {name}: {advice}")
+    if unlocked_base is not None and not any(options_given(task, unlocked_base)):
+        return None
+    option = Option(task)
+    if not option.flag("lock_enabled"):
+        return None
+    return LockOptions(
+        key=option.key("lock_key"),
+        lock_name=option.text("lock_name", task.name),
+        private=option.value("lock_key") is None,
+        on_conflict=option.policy("lock_on_conflict"),
+        max_wait=option.seconds("lock_max_wait"),
+        backoff=option.whole_seconds("lock_retry_backoff"),
+        backoff_max=option.whole_seconds("lock_retry_backoff_max"),
+        jitter=option.flag("lock_retry_jitter"),
+        skip_result=option.value("lock_skip_result"),
+    )
+
+
+def options_given(task: type[Task], base: type) -> Iterator[str]:
+    """The ``lock_*`` names that a task and the classes between it and ``base`` set."""
+    for cls in task.__mro__:
+        if cls is base:
+            return
+        yield from (name for name in vars(cls) if name.startswith("lock_"))
+
+
+class Option:
+    """Reads the options of one task class; every refusal names the task, the option and what to write."""
+
+    def __init__(self, task: type[Task]) -> None:
+        self.task = task
+
+    def value(self, name: str) -> Any:
+        # Read statically: a function that is read from the class or an instance would bind to it.
+        value = inspect.getattr_static(self.task, name)
+        return value.__func__ if isinstance(value, staticmethod) else value
+
+    def refuse(self, name: str, expected: str) -> ImproperlyConfigured:
+        return ImproperlyConfigured(f"task {self.task.name!r}: {name}: {expected}")
+
+    def key(self, name: str) -> keys.Key:
+        try:
+            return keys.key_of(self.value(name), body_signature(self.task))
+        except (LockKeyError, TypeError) as exc:
+            raise self.refuse(name, str(exc)) from exc
+
+    def text(self, name: str, default: str) -> str:
+        value = self.value(name)
+        if value is None:
+            return default
+        if not isinstance(value, str) or not value:
+            raise self.refuse(name, f"a text, not {value!r}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.value(name)
+        if not isinstance(value, bool):
+            raise self.refuse(name, f"True or False, not {value!r}")
+        return value
+
+    def policy(self, name: str) -> str | Callable[..., str]:
+        value = self.value(name)
+        if value not in POLICIES and not callable(value):
+            raise self.refuse(name, f"one of {', '.join(map(repr, POLICIES))} or a callable, not {value!r}")
+        return value
+
+    def seconds(self, name: str) -> float | None:
+        value = self.value(name)
+        if isinstance(value, timedelta):
+            value = value.total_seconds()
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            raise self.refuse(name, f"seconds >= 0, a timedelta, or None for ever, not {value!r}")
+        return float(value)
+
+    def whole_seconds(self, name: str) -> int:
+        value = self.value(name)
+        if isinstance(value, timedelta):
+            value = value.total_seconds()
+        if not isinstance(value, (int, float)) or value < 1 or value != int(value):
+            raise self.refuse(name, f"whole seconds >= 1 (brokers count in seconds), not {value!r}")
+        return int(value)
+
+
+def body_signature(task: type[Task]) -> inspect.Signature:
+    """The signature of a task's body as its callers see it, without ``self``."""
+    run = inspect.getattr_static(task, "run")
+    if isinstance(run, (staticmethod, classmethod)):
+        return inspect.signature(run.__get__(None, task))
+    signature = inspect.signature(run)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -1,0 +1,145 @@
+"""The task class: the way of one execution, from its arguments to the release of its lock."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from celery import Celery, Task
+from celery.app.task import Context
+from celery.canvas import Signature
+from celery.exceptions import Ignore, ImproperlyConfigured
+
+from . import conflict, hooks
+from .config import is_enabled
+from .execution import Execution, is_under_way, kept_back_by
+from .locks.hold import Hold, current_lock, holds_of_this_context
+from .locks.session import Answer
+from .options import MARKER, LockOptions, lock_options_of
+
+__all__ = ["AdvisoryLockedTask"]
+
+#: Celery's tasks that call another task once for each of their items.
+MAPPING_TASKS = ("celery.map", "celery.starmap")
+
+
+class AdvisoryLockedTask(Task):
+    """A task whose body never runs twice at a time under one name.
+
+    The lock wraps the body and nothing else: it is acquired before the body, and released before anything
+    that follows the body is published. A direct call is a plain function call.
+    """
+
+    abstract = True
+
+    #: What is locked: a template such as ``"tenant:<tenant_id>"``, a list of argument names, or a callable
+    #: with the task's own arguments that returns text, a number or a `LockId`. None: all arguments.
+    #: []: the name alone.
+    lock_key: Any = None
+    #: Tasks that share it exclude each other. None: the task's own name.
+    lock_name: str | None = None
+    #: False: this task runs unlocked.
+    lock_enabled: bool = True
+    #: "skip", "retry", "raise", or a callable that is handed a `Conflict` and returns one of them.
+    lock_on_conflict: Any = "skip"
+    #: Seconds (or a timedelta) that a conflict may last in all before `LockNotAcquired`; None: for ever.
+    lock_max_wait: Any = 3600.0
+    #: Whole seconds before the first retry after a conflict, doubled with each further one.
+    lock_retry_backoff: Any = 2
+    #: Whole seconds that are never exceeded between two tries.
+    lock_retry_backoff_max: Any = 60
+    #: Draw the seconds at random between 1 and the backoff.
+    lock_retry_jitter: bool = True
+    #: What a skipped execution returns. Unset: a marker, see `is_skipped`.
+    lock_skip_result: Any = MARKER
+
+    _lock_options: ClassVar[LockOptions | None] = None
+
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:
+        """Check the ``lock_*`` options. Raises `ImproperlyConfigured`."""
+        super().on_bound(app)
+        refuse_lost_wrappers(cls, app)
+        # As Celery(task_cls=...) it is the base of every task, and locks those that ask for it.
+        by_choice = issubclass(app.Task, AdvisoryLockedTask) and issubclass(cls, app.Task)
+        cls._lock_options = lock_options_of(cls, AdvisoryLockedTask, app.Task if by_choice else None)
+        if cls._lock_options is not None:
+            hooks.install(app)
+
+    @property
+    def lock(self) -> Hold | None:
+        """The hold that the running body works under; None outside of one."""
+        return current_lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the body under its lock, or end without it. Source of the rule: celery/app/trace.py."""
+        if not is_execution(self, self.request):
+            return super().__call__(*args, **kwargs)
+        if self._lock_options is None or not is_enabled(self.app):
+            return self._body(*args, **kwargs)
+        execution = Execution(self, self._lock_options, args, kwargs)
+        if any(outer.id == execution.hold.id for outer in holds_of_this_context()):
+            return self._body(*args, **kwargs)
+        with execution, execution.keeper.under(execution.hold):
+            asked = execution.keeper.acquire(execution.hold, execution.identity)
+            if execution.was_finished_before():
+                raise Ignore("a second delivery of an execution that is done")
+            if asked.answer is Answer.GRANTED:
+                execution.tell_start()
+                return self._body(*args, **kwargs)
+        return conflict.resolve(execution, asked)
+
+    def _body(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what lies under the lock: a further class that wraps ``__call__``, or the body itself."""
+        if self.request.called_directly or next_call(type(self)) is not Task.__call__:
+            return super().__call__(*args, **kwargs)
+        # Celery's own __call__ pushes a second request, up to 5.4 a blank one: that is for direct calls.
+        return self.run(*args, **kwargs)
+
+    def signature_from_request(self, request: Context | None = None, *args: Any, **kwargs: Any) -> Signature:
+        """Build what ``retry()`` publishes: inside a locked body it waits until the name is free."""
+        signature = super().signature_from_request(request, *args, **kwargs)
+        execution = kept_back_by(self.request)
+        if execution is not None:
+            execution.keep_back_retry(signature)
+        return signature
+
+    def on_replace(self, sig: Signature) -> Any:
+        """Publish what ``replace()`` was given, when the name is free."""
+        execution = kept_back_by(self.request)
+        if execution is None:
+            return super().on_replace(sig)
+        execution.keep_back(sig.delay)
+        raise Ignore("Replaced by new task")
+
+
+def is_execution(task: Task, request: Context) -> bool:
+    """Tell a worker's or ``apply()``'s execution from a function call."""
+    if not request.called_directly:
+        return not is_under_way(request)
+    caller = task.app.current_task
+    return caller is not None and caller.name in MAPPING_TASKS
+
+
+def next_call(cls: type) -> Any:
+    """The ``__call__`` that `AdvisoryLockedTask` stands in front of."""
+    mro = cls.__mro__
+    behind = mro[mro.index(AdvisoryLockedTask) + 1 :]
+    return next(vars(base)["__call__"] for base in behind if "__call__" in vars(base))
+
+
+def refuse_lost_wrappers(cls: type[Task], app: Celery) -> None:
+    """Refuse a task that would run without its lock, or without what another class wraps round its calls."""
+    mro = cls.__mro__
+    for base in mro[: mro.index(AdvisoryLockedTask)]:
+        if "__call__" in vars(base):
+            raise ImproperlyConfigured(
+                f"task {cls.name!r}: {base.__name__} defines __call__ in front of AdvisoryLockedTask, and could"
+                " run the body without its lock: put it into a class of its own, derived from celery.Task, and"
+                " behind the lock: class LockedTask(AdvisoryLockedTask, ThatClass)"
+            )
+    for base in app.Task.__mro__:
+        if "__call__" in vars(base) and not issubclass(Task, base) and base not in mro:
+            raise ImproperlyConfigured(
+                f"task {cls.name!r}: base= leaves out the app's task_cls {base.__name__}, which wraps __call__:"
+                f" use both: class LockedTask(AdvisoryLockedTask, {base.__name__})"
+            )
