@@ -101,8 +101,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 def skip_or_fail(missing: MissingServer) -> NoReturn:
     if os.environ.get("CI"):
-        pytest.fail(f"CI must have every server: {missing}", pytrace=False)
-    pytest.skip(str(missing))
+        raise pytest.fail.Exception(f"CI must have every server: {missing}", pytrace=False) from None
+    raise pytest.skip.Exception(str(missing)) from None
 
 
 @pytest.hookimpl(tryfirst=True)
