@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import os
+from weakref import WeakKeyDictionary
 
 from celery import Celery
 from celery.exceptions import ImproperlyConfigured
 
 from .locks.settings import Settings
 
-__all__ = ["is_enabled", "settings_of"]
+__all__ = ["fix_settings", "forget_settings", "settings_of"]
 
 ENVIRONMENT = "CELERY_PGLOCK_DATABASE_URL"
 
-
-def is_enabled(app: Celery) -> bool:
-    """Whether tasks are locked at all: ``pglock_enabled``."""
-    return bool(app.conf.get("pglock_enabled", True))
+_fixed: WeakKeyDictionary[Celery, Settings | None] = WeakKeyDictionary()
 
 
-def settings_of(app: Celery) -> Settings:
-    """Read the ``pglock_*`` settings. Raises `ImproperlyConfigured` where no database is named."""
+def settings_of(app: Celery) -> Settings | None:
+    """Return the ``pglock_*`` settings, None where ``pglock_enabled`` is False.
+
+    Raises `ImproperlyConfigured` where no database is named.
+    """
+    try:
+        return _fixed[app]
+    except KeyError:
+        return read_settings(app)
+
+
+def fix_settings(app: Celery) -> None:
+    """Read the settings now and once: a worker does not look them up for each task."""
+    _fixed[app] = read_settings(app)
+
+
+def forget_settings() -> None:
+    """Read the settings anew from now on."""
+    _fixed.clear()
+
+
+def read_settings(app: Celery) -> Settings | None:
+    """Read the settings from ``app.conf``."""
+    if not app.conf.get("pglock_enabled", True):
+        return None
     url = app.conf.get("pglock_database_url")
     if url is None:
         url = os.environ.get(ENVIRONMENT)
@@ -34,12 +55,13 @@ def settings_of(app: Celery) -> Settings:
         raise ImproperlyConfigured(f"pglock_database_url: a URL or conninfo, not {type(url).__name__}")
     return Settings(
         database_url=url,
-        namespace=_text(app, "pglock_namespace", "celery"),
+        namespace=text(app, "pglock_namespace", "celery"),
         session_pooler=bool(app.conf.get("pglock_session_pooler", False)),
     )
 
 
-def _text(app: Celery, setting: str, default: str) -> str:
+def text(app: Celery, setting: str, default: str) -> str:
+    """Read a setting that is a text and not empty."""
     value = app.conf.get(setting, default)
     if not isinstance(value, str) or not value:
         raise ImproperlyConfigured(f"{setting}: a text such as {default!r}, not {value!r}")

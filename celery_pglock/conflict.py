@@ -7,10 +7,10 @@ import math
 import sys
 import time
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 from celery import states
-from celery.app.task import Context
 from celery.canvas import _chain
 from celery.exceptions import Ignore, ImproperlyConfigured, Retry, TaskRevokedError
 from celery.utils.time import get_exponential_backoff_interval
@@ -49,8 +49,8 @@ def resolve(execution: Execution, asked: Acquire) -> Any:
     if asked.answer is Answer.CONFLICT:
         return resolve_conflict(execution)
     if asked.answer is Answer.SAME_EXECUTION:
-        put_back(execution)
-    ask_again(execution, asked.error or LockUnavailable("no answer"))
+        return put_back(execution)
+    return ask_again(execution, asked.error or LockUnavailable("no answer"))
 
 
 def resolve_conflict(execution: Execution) -> Any:
@@ -71,7 +71,7 @@ def resolve_conflict(execution: Execution) -> Any:
     if decision == "raise" or execution.is_item or execution.request.is_eager:
         tell(execution, "failing")
         raise LockNotAcquired(hold.label, conflict.waited, conflict.conflicts)
-    retry(execution, conflict)
+    return retry(execution, conflict)
 
 
 def decide(execution: Execution, conflict: Conflict) -> str:
@@ -109,7 +109,7 @@ def skip(execution: Execution) -> Any:
         tell(execution, "skipped")
         return marker_of(execution.hold)
     tell(execution, "skipped, and what follows with it")
-    revoke(execution)
+    return revoke(execution)
 
 
 def something_follows(execution: Execution) -> bool:
@@ -120,7 +120,8 @@ def something_follows(execution: Execution) -> bool:
 
 def eager_chain_goes_on() -> bool:
     """Whether an eager chain has a next task. Celery tells a task so nowhere but on the stack."""
-    frame, applied = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    applied = 0
     while frame is not None and applied <= 1:
         code = frame.f_code
         if code is _chain.apply.__code__:
@@ -138,7 +139,7 @@ def revoke(execution: Execution) -> NoReturn:
     if request.is_eager:
         raise reason
     task.backend.mark_as_failure(
-        request.id,
+        request.id or "",
         reason,
         request=request,
         store_result=not ignores_result(task, request),
@@ -164,7 +165,7 @@ def retry(execution: Execution, conflict: Conflict) -> NoReturn:
         countdown = min(countdown, max(1, math.ceil(left)))
     tell(execution, f"trying again in {countdown} s")
     signature = publish_again(execution.task, attempts, countdown)
-    raise Retry(exc=refusal, when=countdown, sig=signature)
+    raise Retry(exc=refusal, when=countdown, sig=signature)  # type: ignore[arg-type]
 
 
 def ask_again(execution: Execution, error: LockError) -> NoReturn:
@@ -177,7 +178,7 @@ def ask_again(execution: Execution, error: LockError) -> NoReturn:
     countdown = backoff(execution, attempts.failures)
     warn_now_and_then("%s: tasks wait until it can be", error)
     signature = publish_again(execution.task, attempts, countdown)
-    raise Retry(exc=error, when=countdown, sig=signature)
+    raise Retry(exc=error, when=countdown, sig=signature)  # type: ignore[arg-type]
 
 
 def put_back(execution: Execution) -> NoReturn:
@@ -213,9 +214,9 @@ def backoff(execution: Execution, tries: int) -> int:
 
 
 def tell(execution: Execution, outcome: str, *, held: bool = True) -> None:
-    reason = "lock %r is held by another: " if held else "lock %r was not asked for: "
+    reason = "is held by another" if held else "was not asked for"
     extra = {**execution.extra, "conflicts": execution.attempts.conflicts + held}
-    logger.info(reason + "%s", execution.hold.label, outcome, extra=extra)
+    logger.info("lock %r %s: %s", execution.hold.label, reason, outcome, extra=extra)
 
 
 WARN_EVERY = 10.0  # seconds: a server that is down meets every message of a queue

@@ -10,7 +10,7 @@ from celery import states
 from celery.app.task import Context
 from celery.canvas import Signature
 from celery.exceptions import Reject
-from kombu.serialization import registry
+from kombu.serialization import registry  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from .task import AdvisoryLockedTask
@@ -41,7 +41,10 @@ class Attempts:
 
     @classmethod
     def of(cls, request: Context) -> Attempts:
-        attempts = cls(**(request.headers or {}).get(HEADER, {}))
+        header = (request.headers or {}).get(HEADER)
+        if not header:
+            return FIRST
+        attempts = cls(**header)
         if attempts.failed_at is None or attempts.since is None:
             return attempts
         return replace(attempts, since=attempts.since + time.time() - attempts.failed_at, failed_at=None)
@@ -60,6 +63,10 @@ class Attempts:
 
     def after_meeting_itself(self) -> Attempts:
         return replace(self, copies=self.copies + 1)
+
+
+#: No try came to nothing yet.
+FIRST = Attempts()
 
 
 def publish_again(task: AdvisoryLockedTask, attempts: Attempts, countdown: int) -> Signature:
@@ -114,4 +121,4 @@ def finished_before(task: AdvisoryLockedTask, request: Context, attempts: Attemp
     redelivered = attempts.copies or (request.delivery_info or {}).get("redelivered")
     if not redelivered or ignores_result(task, request) or not task.backend.persistent:
         return False
-    return task.backend.get_state(request.id) in states.READY_STATES
+    return task.backend.get_state(request.id or "") in states.READY_STATES

@@ -17,13 +17,13 @@ from celery.canvas import Signature
 from celery.exceptions import Reject
 
 from . import signals
-from .config import settings_of
 from .delivery import HEADER, Attempts, finished_before
 from .locks.hold import Hold
 from .locks.keeper import keeper_for
 from .locks.keys import LockId, id_of
 
 if TYPE_CHECKING:
+    from .locks.settings import Settings
     from .options import LockOptions
     from .task import AdvisoryLockedTask
 
@@ -39,14 +39,18 @@ class Execution:
     """One execution. As a context manager it publishes and tells, once its lock is released."""
 
     def __init__(
-        self, task: AdvisoryLockedTask, options: LockOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        task: AdvisoryLockedTask,
+        options: LockOptions,
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """Work out what is locked. Raises `LockKeyError`."""
         self.task = task
         self.options = options
         self.request: Context = task.request
         self.attempts = Attempts.of(self.request)
-        settings = settings_of(task.app)
         self.keeper = keeper_for(settings)
         self.hold = hold_for(options, settings.namespace, args, kwargs)
         self.identity = self._identity(settings.namespace)
@@ -98,7 +102,7 @@ class Execution:
             except Exception as exc:
                 raise Reject(exc, requeue=False) from exc
 
-        signature.apply_async = lambda: self._kept_back.append(publish_as_retry_does)
+        vars(signature)["apply_async"] = lambda: self._kept_back.append(publish_as_retry_does)
 
     def keep_back(self, publish: Callable[[], Any]) -> None:
         """Call ``publish`` once the name is free."""
@@ -113,8 +117,9 @@ class Execution:
 
     def tell_start(self) -> None:
         self._started = True
-        logger.debug("lock %r acquired", self.hold.label, extra=self.extra)
-        signals.lock_acquired.send(sender=self.task, lock=self.hold, waited=self.waited)
+        self._debug("lock %r acquired", self.hold.label)
+        if signals.lock_acquired.receivers:
+            signals.lock_acquired.send(sender=self.task, lock=self.hold, waited=self.waited)
 
     def _tell_end(self) -> None:
         hold, held = self.hold, self.hold.seconds_held
@@ -124,8 +129,13 @@ class Execution:
             logger.warning("lock %r was lost after %.1f s", hold.label, held, extra=self.extra)
             signals.lock_lost.send(sender=self.task, lock=hold, held=held)
         else:
-            logger.debug("lock %r released after %.3f s", hold.label, held, extra=self.extra)
-            signals.lock_released.send(sender=self.task, lock=hold, waited=self.waited, held=held)
+            self._debug("lock %r released after %.3f s", hold.label, held)
+            if signals.lock_released.receivers:
+                signals.lock_released.send(sender=self.task, lock=hold, waited=self.waited, held=held)
+
+    def _debug(self, message: str, *args: object) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(message, *args, extra=self.extra)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -143,7 +153,7 @@ def hold_for(options: LockOptions, namespace: str, args: tuple[Any, ...], kwargs
     if isinstance(name, LockId):
         return Hold(name)
     id = id_of(name)
-    label = f"{namespace}:{options.lock_name} ({id.keys[0]})" if options.private else name
+    label = f"{namespace}:{options.lock_name} ({id[0]})" if options.private else name
     return Hold(id, name, label=label)
 
 

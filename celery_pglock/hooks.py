@@ -9,22 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import psycopg
 from celery import Celery, bootsteps, signals
 from celery.exceptions import ImproperlyConfigured
 
-from .config import is_enabled, settings_of
+from .config import fix_settings, forget_settings, settings_of
 from .delivery import CONTENT_TYPE_HEADER
 from .execution import settle
 from .locks.errors import LockSetupError, LockUnavailable
 from .locks.keeper import close_all, name_this_process, probe, serve_one_at_a_time
+from .locks.settings import Settings
 from .signals import send_events
 
 __all__ = ["install"]
 
 logger = logging.getLogger(__name__)
+
+Handler = TypeVar("Handler", bound=Callable[..., None])
 
 
 def install(app: Celery) -> None:
@@ -41,14 +45,17 @@ class CheckLocks(bootsteps.Step):
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
         send_events(bool(getattr(worker, "task_events", False)))
-        if is_enabled(worker.app):
+        fix_settings(worker.app)
+        settings = settings_of(worker.app)
+        if settings is not None:
             refuse_blocking_eventlet()
-            check_server(worker.app)
+            check_server(settings)
 
 
-def check_server(app: Celery) -> None:
+def check_server(settings: Settings) -> None:
+    """Ask the server once whether it can lock."""
     try:
-        probe(settings_of(app))
+        probe(settings)
     except LockSetupError as exc:
         raise ImproperlyConfigured(str(exc)) from exc
     except LockUnavailable as exc:
@@ -67,8 +74,11 @@ def refuse_blocking_eventlet() -> None:
         )
 
 
-def connect(signal: Any) -> Any:
-    return signal.connect(weak=False, dispatch_uid=f"celery_pglock.{signal.name}")
+def connect(signal: Any) -> Callable[[Handler], Handler]:
+    """Connect a function for the life of the process, and only once."""
+    decorator: Callable[[Handler], Handler]
+    decorator = signal.connect(weak=False, dispatch_uid=f"celery_pglock.{signal.name}")
+    return decorator
 
 
 @connect(signals.celeryd_init)
@@ -90,6 +100,7 @@ def on_process_shutdown(**_: Any) -> None:
 @connect(signals.worker_shutdown)
 def on_worker_shutdown(**_: Any) -> None:
     close_all()
+    forget_settings()
 
 
 @connect(signals.task_received)

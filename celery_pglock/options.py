@@ -46,7 +46,9 @@ class LockOptions:
         return keys.full_name(namespace, self.lock_name, rendered)
 
 
-def lock_options_of(task: type[Task], declared_by: type, unlocked_base: type | None) -> LockOptions | None:
+def lock_options_of(
+    task: type[Task[..., Any]], declared_by: type, unlocked_base: type | None
+) -> LockOptions | None:
     """Check and compile the options of a task class, `None` if it runs unlocked.
 
     With an ``unlocked_base`` only tasks that set an option below it are locked. Raises
@@ -75,7 +77,7 @@ def lock_options_of(task: type[Task], declared_by: type, unlocked_base: type | N
     )
 
 
-def options_given(task: type[Task], base: type) -> Iterator[str]:
+def options_given(task: type[Task[..., Any]], base: type) -> Iterator[str]:
     """The ``lock_*`` names that a task and the classes between it and ``base`` set."""
     for cls in task.__mro__:
         if cls is base:
@@ -86,7 +88,7 @@ def options_given(task: type[Task], base: type) -> Iterator[str]:
 class Option:
     """Reads the options of one task class; every refusal names the task, the option and what to write."""
 
-    def __init__(self, task: type[Task]) -> None:
+    def __init__(self, task: type[Task[..., Any]]) -> None:
         self.task = task
 
     def value(self, name: str) -> Any:
@@ -121,7 +123,8 @@ class Option:
         value = self.value(name)
         if value not in POLICIES and not callable(value):
             raise self.refuse(name, f"one of {', '.join(map(repr, POLICIES))} or a callable, not {value!r}")
-        return value
+        policy: str | Callable[..., str] = value
+        return policy
 
     def seconds(self, name: str) -> float | None:
         value = self.value(name)
@@ -142,7 +145,7 @@ class Option:
         return int(value)
 
 
-def body_signature(task: type[Task]) -> inspect.Signature:
+def body_signature(task: type[Task[..., Any]]) -> inspect.Signature:
     """The signature of a task's body as its callers see it, without ``self``."""
     run = inspect.getattr_static(task, "run")
     if isinstance(run, (staticmethod, classmethod)):

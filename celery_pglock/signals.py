@@ -12,21 +12,21 @@ from typing import Any
 from celery import Task
 from celery.utils.dispatch import Signal
 
-__all__ = ["send_event", "send_events", "lock_acquired", "lock_conflict", "lock_lost", "lock_released"]
+__all__ = ["lock_acquired", "lock_conflict", "lock_lost", "lock_released", "send_event", "send_events"]
 
 #: The lock is held, and the body is about to run. ``waited``: seconds since the first conflict of this
 #: execution, or since the question where there was none.
-lock_acquired = Signal(name="lock_acquired", providing_args={"lock", "waited"})
+lock_acquired = Signal(name="lock_acquired", providing_args=["lock", "waited"])
 
 #: Somebody else holds the name. ``conflict``: a `~celery_pglock.Conflict`; ``decision``: ``"skip"``,
 #: ``"retry"`` or ``"raise"``.
-lock_conflict = Signal(name="lock_conflict", providing_args={"lock", "conflict", "decision"})
+lock_conflict = Signal(name="lock_conflict", providing_args=["lock", "conflict", "decision"])
 
 #: The body is done and the name is free. ``waited`` as above; ``held``: seconds between grant and release.
-lock_released = Signal(name="lock_released", providing_args={"lock", "waited", "held"})
+lock_released = Signal(name="lock_released", providing_args=["lock", "waited", "held"])
 
 #: The lock was gone before it was released. ``held``: seconds between the grant and the notice.
-lock_lost = Signal(name="lock_lost", providing_args={"lock", "held"})
+lock_lost = Signal(name="lock_lost", providing_args=["lock", "held"])
 
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,11 @@ def send_events(wanted: bool) -> None:
     _events_wanted = wanted
 
 
-def send_event(task: Task, type: str, **fields: Any) -> None:
+def send_event(task: Task[..., Any], kind: str, **fields: Any) -> None:
     """Send a monitoring event about the running task, as Flower and ``celery events`` show them."""
     if not (_events_wanted and task.send_events):
         return
     try:
-        task.send_event(type, retry=False, **fields)
-    except Exception as exc:
-        # Nobody's work may depend on a monitor.
-        logger.warning("event %r was not sent: %s", type, exc)
+        task.send_event(kind, retry=False, **fields)
+    except Exception as exc:  # noqa: BLE001 - nobody's work may depend on a monitor
+        logger.warning("event %r was not sent: %s", kind, exc)

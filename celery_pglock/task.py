@@ -10,7 +10,7 @@ from celery.canvas import Signature
 from celery.exceptions import Ignore, ImproperlyConfigured
 
 from . import conflict, hooks
-from .config import is_enabled
+from .config import settings_of
 from .execution import Execution, is_under_way, kept_back_by
 from .locks.hold import Hold, current_lock, holds_of_this_context
 from .locks.session import Answer
@@ -22,7 +22,7 @@ __all__ = ["AdvisoryLockedTask"]
 MAPPING_TASKS = ("celery.map", "celery.starmap")
 
 
-class AdvisoryLockedTask(Task):
+class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
     """A task whose body never runs twice at a time under one name.
 
     The lock wraps the body and nothing else: it is acquired before the body, and released before anything
@@ -53,12 +53,14 @@ class AdvisoryLockedTask(Task):
     lock_skip_result: Any = MARKER
 
     _lock_options: ClassVar[LockOptions | None] = None
+    _wraps_a_call: ClassVar[bool] = False
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
         """Check the ``lock_*`` options. Raises `ImproperlyConfigured`."""
         super().on_bound(app)
         refuse_lost_wrappers(cls, app)
+        cls._wraps_a_call = next_call(cls) is not Task.__call__
         # As Celery(task_cls=...) it is the base of every task, and locks those that ask for it.
         by_choice = issubclass(app.Task, AdvisoryLockedTask) and issubclass(cls, app.Task)
         cls._lock_options = lock_options_of(cls, AdvisoryLockedTask, app.Task if by_choice else None)
@@ -74,9 +76,11 @@ class AdvisoryLockedTask(Task):
         """Run the body under its lock, or end without it. Source of the rule: celery/app/trace.py."""
         if not is_execution(self, self.request):
             return super().__call__(*args, **kwargs)
-        if self._lock_options is None or not is_enabled(self.app):
+        options = self._lock_options
+        settings = settings_of(self.app) if options is not None else None
+        if options is None or settings is None:
             return self._body(*args, **kwargs)
-        execution = Execution(self, self._lock_options, args, kwargs)
+        execution = Execution(self, options, settings, args, kwargs)
         if any(outer.id == execution.hold.id for outer in holds_of_this_context()):
             return self._body(*args, **kwargs)
         with execution, execution.keeper.under(execution.hold):
@@ -90,7 +94,7 @@ class AdvisoryLockedTask(Task):
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
         """Call what lies under the lock: a further class that wraps ``__call__``, or the body itself."""
-        if self.request.called_directly or next_call(type(self)) is not Task.__call__:
+        if self._wraps_a_call or self.request.called_directly:
             return super().__call__(*args, **kwargs)
         # Celery's own __call__ pushes a second request, up to 5.4 a blank one: that is for direct calls.
         return self.run(*args, **kwargs)
@@ -112,7 +116,7 @@ class AdvisoryLockedTask(Task):
         raise Ignore("Replaced by new task")
 
 
-def is_execution(task: Task, request: Context) -> bool:
+def is_execution(task: Task[..., Any], request: Context) -> bool:
     """Tell a worker's or ``apply()``'s execution from a function call."""
     if not request.called_directly:
         return not is_under_way(request)
@@ -127,19 +131,19 @@ def next_call(cls: type) -> Any:
     return next(vars(base)["__call__"] for base in behind if "__call__" in vars(base))
 
 
-def refuse_lost_wrappers(cls: type[Task], app: Celery) -> None:
+def refuse_lost_wrappers(cls: type[Task[..., Any]], app: Celery) -> None:
     """Refuse a task that would run without its lock, or without what another class wraps round its calls."""
     mro = cls.__mro__
     for base in mro[: mro.index(AdvisoryLockedTask)]:
         if "__call__" in vars(base):
             raise ImproperlyConfigured(
-                f"task {cls.name!r}: {base.__name__} defines __call__ in front of AdvisoryLockedTask, and could"
-                " run the body without its lock: put it into a class of its own, derived from celery.Task, and"
-                " behind the lock: class LockedTask(AdvisoryLockedTask, ThatClass)"
+                f"task {cls.name!r}: {base.__name__} defines __call__ in front of AdvisoryLockedTask, and"
+                " could run the body without its lock: put it into a class that derives from celery.Task,"
+                " and behind the lock: class LockedTask(AdvisoryLockedTask, ThatClass)"
             )
     for base in app.Task.__mro__:
         if "__call__" in vars(base) and not issubclass(Task, base) and base not in mro:
             raise ImproperlyConfigured(
-                f"task {cls.name!r}: base= leaves out the app's task_cls {base.__name__}, which wraps __call__:"
-                f" use both: class LockedTask(AdvisoryLockedTask, {base.__name__})"
+                f"task {cls.name!r}: base= leaves out the app's task_cls {base.__name__}, which wraps"
+                f" __call__: use both: class LockedTask(AdvisoryLockedTask, {base.__name__})"
             )

@@ -12,15 +12,13 @@ thread or greenlet that talks to the server. Whoever runs under it only reads.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 
 from .errors import LockLost
 from .keys import LockId
 
-__all__ = ["Hold", "current_lock", "holds_of_this_context"]
+__all__ = ["Hold", "current_lock", "enter", "holds_of_this_context", "leave"]
 
 
 class Hold:
@@ -72,16 +70,6 @@ class Hold:
         end = time.monotonic() if self._status is self.Status.HELD else self._released_at
         return end - self._held_since
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Be what `current_lock` returns."""
-        outer = _context.get()
-        _context.set((*outer, self))
-        try:
-            yield
-        finally:
-            _context.set(outer)
-
     # The session's side: only the granting session calls what follows.
 
     def _granted(self) -> None:
@@ -99,6 +87,16 @@ class Hold:
 
 
 _context: ContextVar[tuple[Hold, ...]] = ContextVar("celery_pglock_holds", default=())
+
+
+def enter(hold: Hold) -> None:
+    """Let the running code work under a hold."""
+    _context.set((*_context.get(), hold))
+
+
+def leave(hold: Hold) -> None:
+    """Take back `enter`."""
+    _context.set(tuple(each for each in _context.get() if each is not hold))
 
 
 def holds_of_this_context() -> tuple[Hold, ...]:

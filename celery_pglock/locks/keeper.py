@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from .errors import LockError, LockUnavailable
-from .hold import Hold
+from .hold import Hold, enter, leave
 from .session import Acquire, Answer, Release, Request, Session, SessionBroken
 from .settings import Settings
 
@@ -50,11 +50,12 @@ class Keeper:
 
         Raises `LockLost` if it was lost on the way, unless the block has an error of its own.
         """
-        with hold.current():
-            try:
-                yield
-            finally:
-                self.release(hold)
+        enter(hold)
+        try:
+            yield
+        finally:
+            leave(hold)
+            self.release(hold)
         hold.check()
 
     def acquire(self, hold: Hold, identity: Hold | None = None) -> Acquire:
@@ -118,19 +119,15 @@ class Keeper:
     def _answer(self, requests: Sequence[Request]) -> None:
         """Answer requests. Whatever goes wrong becomes the answer of those who asked."""
         with self._statement:
-            reconnected = self._session is None
             try:
                 self._perform(requests)
             except SessionBroken:
                 # A server restart between two tasks costs nothing. Releases need no second try: what the
                 # broken session held is free.
-                acquires = [request for request in requests if isinstance(request, Acquire)]
-                self._perform_anew(acquires, may_reconnect=not reconnected)
+                self._perform_anew([request for request in requests if isinstance(request, Acquire)])
 
-    def _perform_anew(self, requests: Sequence[Acquire], may_reconnect: bool) -> None:
+    def _perform_anew(self, requests: Sequence[Acquire]) -> None:
         try:
-            if not may_reconnect:
-                raise SessionBroken("the connection broke as soon as it was opened")
             self._perform(requests)
         except SessionBroken as exc:
             refuse(requests, LockUnavailable(str(exc)))

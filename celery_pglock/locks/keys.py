@@ -12,14 +12,17 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from decimal import Decimal
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from .errors import LockKeyError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Key", "LockId", "full_name", "id_of", "key_of"]
 
@@ -27,8 +30,7 @@ BIGINT = range(-(2**63), 2**63)
 INTEGER = range(-(2**31), 2**31)
 
 
-@dataclass(frozen=True, init=False, repr=False)
-class LockId:
+class LockId(tuple[int, ...]):
     """An id that is used as it is, for locks shared with other programs.
 
     ``LockId(n)`` is one 64-bit key, ``LockId(subsystem, entity)`` a pair of 32-bit keys; the two spaces
@@ -36,19 +38,22 @@ class LockId:
     Raises `ValueError` for a number that PostgreSQL can't hold, `TypeError` for what is no whole number.
     """
 
-    keys: tuple[int, ...]
+    __slots__ = ()
 
-    def __init__(self, key: int, entity: int | None = None) -> None:
+    def __new__(cls, key: int, entity: int | None = None) -> Self:
         keys, valid = ((key,), BIGINT) if entity is None else ((key, entity), INTEGER)
         for number in keys:
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(f"LockId takes whole numbers, not {number!r}")
             if number not in valid:
                 raise ValueError(f"LockId: {number} is outside {valid.start} .. {valid.stop - 1}")
-        object.__setattr__(self, "keys", keys)
+        return super().__new__(cls, keys)
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        return tuple(self)
 
     def __repr__(self) -> str:
-        return f"LockId{self.keys}" if len(self.keys) > 1 else f"LockId({self.keys[0]})"
+        return f"LockId({', '.join(map(str, self))})"
 
 
 def id_of(name: str) -> LockId:
@@ -79,9 +84,18 @@ class Key:
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
+        parameters = signature.parameters.values()
+        self._plain = all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
+        self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
-    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Bind a call's arguments. Raises `TypeError`, as the body itself would."""
+        if self._plain and len(args) <= len(self.signature.parameters):
+            # Most bodies and most calls: ten times as fast as what follows, on the way of every task.
+            given = dict(zip(self.signature.parameters, args, strict=False), **kwargs)
+            complete = self._defaults | given
+            if len(given) == len(args) + len(kwargs) and complete.keys() == self.signature.parameters.keys():
+                return complete
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
@@ -173,7 +187,9 @@ class TemplateKey(Key):
     def parse(self, inner: str) -> tuple[str, list[str | int], str]:
         match = self.path.fullmatch(inner)
         if match is None:
-            raise LockKeyError(f"<{inner}> is no placeholder: write <argument>, <argument.name> or <argument[0]>")
+            raise LockKeyError(
+                f"<{inner}> is no placeholder: write <argument>, <argument.name> or <argument[0]>"
+            )
         check_argument(match["root"], self.signature)
         steps: list[str | int] = []
         for step in self.step.finditer(match["steps"]):
@@ -278,8 +294,10 @@ def plain_of(value: Any, label: str) -> Any:
         return bytes(value).hex()
     if isinstance(value, Mapping):
         return {key_text(key, label): plain_of(item, label) for key, item in value.items()}
-    if isinstance(value, Set):
-        return sorted((plain_of(item, label) for item in value), key=lambda item: json.dumps(item, sort_keys=True))
+    if isinstance(value, AbstractSet):
+        return sorted(
+            (plain_of(item, label) for item in value), key=lambda item: json.dumps(item, sort_keys=True)
+        )
     if isinstance(value, Sequence):
         return [plain_of(item, label) for item in value]
     raise LockKeyError(f"{label}: a {type(value).__name__} has no stable text: lock by one of its fields")
@@ -289,5 +307,3 @@ def key_text(key: Any, label: str) -> str:
     """A mapping's key as JSON writes it: the serializer turns True into "true" and 1 into "1"."""
     plain = plain_of(key, label)
     return plain if isinstance(plain, str) else json.dumps(plain)
-
-

@@ -23,6 +23,7 @@ from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.generators import execute
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
@@ -101,10 +102,9 @@ class Session:
         #: Holds that are over, whose unlock rides on the next statement.
         self._owed: list[Hold] = []
         self._connection = connect(settings, application_name)
-        self._cursor = self._connection.cursor()
         try:
             self._check_server(settings)
-            self._cursor.execute(LIFT_LIMITS)
+            self._query(LIFT_LIMITS)
         except psycopg.Error as exc:
             self.close()
             raise refusal_of(exc) from exc
@@ -219,12 +219,23 @@ class Session:
 
     def _execute(self, columns: Sequence[Column]) -> None:
         if columns:
-            row = self._cursor.execute("SELECT " + ", ".join(column for column, _ in columns)).fetchone()
-            for (_, settle), value in zip(columns, row or (), strict=True):
-                if value not in (True, False, None):
-                    raise LockSetupError(f"the server's advisory locks answer {value!r}, not true or false")
-                settle(value)
+            row = self._query("SELECT " + ", ".join(column for column, _ in columns))[0]
+            for (_, settle), value in zip(columns, row, strict=True):
+                settle(BOOLEANS[value])
         self._leaving.clear()
+
+    def _query(self, statement: str) -> list[list[bytes | None]]:
+        """Send one statement and return its rows as PostgreSQL wrote them.
+
+        The steps of a psycopg cursor without the cursor, which costs as much as the round trip.
+        """
+        pgconn = self._connection.pgconn
+        pgconn.send_query(statement.encode())
+        result = self._connection.wait(execute(pgconn))[-1]
+        if result.status != psycopg.pq.ExecStatus.TUPLES_OK:
+            raise psycopg.errors.error_from_result(result)
+        columns = range(result.nfields)
+        return [[result.get_value(row, column) for column in columns] for row in range(result.ntuples)]
 
     def _forget_ungranted(self, holds: Iterable[Hold]) -> None:
         for hold in holds:
@@ -238,9 +249,9 @@ class Session:
         """
         self._forget_ungranted(list(self._holds.values()))
         try:
-            own = [id_from_pg_locks(*row) for row in self._cursor.execute(OWN_LOCKS).fetchall()]
-            for id in set(own) - self._holds.keys():
-                self._cursor.execute(f"SELECT pg_advisory_unlock({sql(id)})")
+            own = {id_from_pg_locks(*(int(half or 0) for half in row)) for row in self._query(OWN_LOCKS)}
+            for id in own - self._holds.keys():
+                self._query(f"SELECT pg_advisory_unlock({sql(id)})")
         except psycopg.Error as exc:
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
@@ -249,21 +260,23 @@ class Session:
         self._leaving.clear()
 
     def _check_server(self, settings: Settings) -> None:
-        pid, in_recovery = self._cursor.execute(WHO_AM_I).fetchone() or (None, None)
-        if in_recovery:
+        pid, in_recovery = self._query(WHO_AM_I)[0]
+        if in_recovery == b"t":
             raise LockSetupError(
                 "pglock_database_url leads to a standby, whose locks the primary does not know:"
                 " name the primary, or several hosts with target_session_attrs=primary"
             )
-        if pid != self._connection.info.backend_pid and not settings.session_pooler:
+        if int(pid or 0) != self._connection.info.backend_pid and not settings.session_pooler:
             raise LockSetupError(
-                "a connection pooler stands before the server of pglock_database_url, and a session lock is lost"
-                " or shared behind one in transaction or statement mode: name the server itself,"
+                "a connection pooler stands before the server of pglock_database_url, and session locks"
+                " are shared or lost behind one in transaction or statement mode: name the server itself,"
                 " or set pglock_session_pooler = True if the pooler is in session mode"
             )
 
 
 Column = tuple[str, Callable[[bool | None], None]]
+
+BOOLEANS = {b"t": True, b"f": False, None: None}
 
 #: What the value of an `Acquire`'s column means. NULL: the identity was refused, the name not asked for.
 ANSWERS = {True: Answer.GRANTED, False: Answer.CONFLICT, None: Answer.SAME_EXECUTION}
@@ -275,7 +288,8 @@ def connect(settings: Settings, application_name: str) -> psycopg.Connection[tup
     except psycopg.Error:
         # The driver's message would quote the URL, and with it a password.
         raise LockSetupError("pglock_database_url is no PostgreSQL URL and no conninfo") from None
-    conninfo = make_conninfo(**{"connect_timeout": CONNECT_TIMEOUT, **given, "application_name": application_name})
+    options: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, **given}
+    conninfo = make_conninfo(**options | {"application_name": application_name})
     try:
         return psycopg.connect(conninfo, autocommit=True, prepare_threshold=None)
     except psycopg.OperationalError as exc:
@@ -283,11 +297,11 @@ def connect(settings: Settings, application_name: str) -> psycopg.Connection[tup
 
 
 def sql(id: LockId) -> str:
-    """An id as the arguments of PostgreSQL's functions: their number tells the two key spaces apart.
+    """An id as the arguments of PostgreSQL's functions, whose number tells the two key spaces apart.
 
-    The cast keeps a small number in the 64-bit space readable as what it is.
+    Quoted, since a bare negative number is an operator at work for the parser.
     """
-    return f"{id.keys[0]}::bigint" if len(id.keys) == 1 else ", ".join(map(str, id.keys))
+    return ", ".join(f"'{key}'" for key in id)
 
 
 def id_from_pg_locks(classid: int, objid: int, objsubid: int) -> LockId:
