@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 from celery import Celery
@@ -57,7 +58,18 @@ def read_settings(app: Celery) -> Settings | None:
         database_url=url,
         namespace=text(app, "pglock_namespace", "celery"),
         session_pooler=bool(app.conf.get("pglock_session_pooler", False)),
+        loss_timeout=seconds(app, "pglock_loss_timeout", 10.0, least=3.0),
     )
+
+
+def seconds(app: Celery, setting: str, default: float, *, least: float) -> float:
+    """Read a setting in seconds; a timedelta will do."""
+    value = app.conf.get(setting, default)
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+        raise ImproperlyConfigured(f"{setting}: seconds >= {least:g}, or a timedelta, not {value!r}")
+    return float(value)
 
 
 def text(app: Celery, setting: str, default: str) -> str:

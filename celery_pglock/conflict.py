@@ -181,6 +181,16 @@ def ask_again(execution: Execution, error: LockError) -> NoReturn:
     raise Retry(exc=error, when=countdown, sig=signature)  # type: ignore[arg-type]
 
 
+def run_again(execution: Execution, error: Exception) -> NoReturn:
+    """The lock was lost under the body, and ``lock_on_lost`` is "retry"."""
+    if execution.is_item or execution.request.is_eager:
+        raise error
+    attempts = execution.attempts.after_failure()
+    countdown = backoff(execution, attempts.failures)
+    signature = publish_again(execution.task, attempts, countdown)
+    raise Retry(exc=error, when=countdown, sig=signature) from error  # type: ignore[arg-type]
+
+
 def put_back(execution: Execution) -> NoReturn:
     """The message of an execution that is under way came a second time.
 

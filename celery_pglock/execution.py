@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 from celery.canvas import Signature
-from celery.exceptions import Reject
+from celery.exceptions import Ignore, Reject, TaskPredicate
 
 from . import signals
 from .delivery import HEADER, Attempts, finished_before
 from .locks.hold import Hold
 from .locks.keeper import keeper_for
 from .locks.keys import LockId, id_of
+from .locks.session import Acquire, Answer
 
 if TYPE_CHECKING:
     from .locks.settings import Settings
@@ -36,7 +39,7 @@ _unsettled: ContextVar[Execution | None] = ContextVar("celery_pglock_unsettled",
 
 
 class Execution:
-    """One execution. As a context manager it publishes and tells, once its lock is released."""
+    """One execution. As a context manager it releases its lock, then publishes and tells."""
 
     def __init__(
         self,
@@ -56,6 +59,8 @@ class Execution:
         self.identity = self._identity(settings.namespace)
         self._kept_back: list[Callable[[], Any]] = []
         self._started = False
+        self._goes_on = options.on_lost == "continue"
+        self._under_the_hold = self.keeper.under(self.hold, tolerate_loss=self._goes_on)
         if self.identity is not None:
             _unsettled.set(self)
 
@@ -82,12 +87,38 @@ class Execution:
 
     def __enter__(self) -> None:
         _executions.set((*_executions.get(), self))
+        self._under_the_hold.__enter__()
 
-    def __exit__(self, *exc_info: object) -> None:
-        _executions.set(tuple(each for each in _executions.get() if each is not self))
-        self._tell_end()
-        for publish in self._kept_back:
-            publish()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._under_the_hold.__exit__(kind, error, traceback)
+        finally:
+            _executions.set(tuple(each for each in _executions.get() if each is not self))
+            self._tell_end()
+            for publish in self._kept_back:
+                publish()
+
+    def acquire(self) -> Acquire:
+        """Ask for the lock, and tell what came of it."""
+        asked = self.keeper.acquire(self.hold, self.identity)
+        if self.was_finished_before():
+            raise Ignore("a second delivery of an execution that is done")
+        if asked.answer is Answer.GRANTED:
+            self._tell_start()
+        return asked
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """What the body runs in: it is stopped when the lock is lost, unless its task wants to go on."""
+        return nullcontext() if self._goes_on else self.keeper.interrupting(self.hold)
+
+    def runs_again_after(self, error: Exception) -> bool:
+        """Whether an execution that ended with this error lost its lock, and is to be published again.
+
+        Not one that has published its own successor, or wants none.
+        """
+        return self.hold.lost and self.options.on_lost == "retry" and not isinstance(error, TaskPredicate)
 
     def keep_back_retry(self, signature: Signature) -> None:
         """Let a signature that ``retry()`` is about to publish wait for the release."""
@@ -115,7 +146,7 @@ class Execution:
             return False
         return finished_before(self.task, self.request, self.attempts)
 
-    def tell_start(self) -> None:
+    def _tell_start(self) -> None:
         self._started = True
         self._debug("lock %r acquired", self.hold.label)
         if signals.lock_acquired.receivers:

@@ -19,6 +19,8 @@ __all__ = ["MARKER", "POLICIES", "LockOptions", "lock_options_of"]
 
 POLICIES = ("skip", "retry", "raise")
 
+LOSS_POLICIES = ("abort", "retry", "continue")
+
 #: Stands for the marker of a skipped execution: None is a result like any other.
 MARKER = object()
 
@@ -37,6 +39,7 @@ class LockOptions:
     backoff_max: int
     jitter: bool
     skip_result: Any
+    on_lost: str
 
     def named(self, namespace: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> keys.LockId | str:
         """Return the name of one call, or the id that its ``lock_key`` names. Raises `LockKeyError`."""
@@ -74,6 +77,7 @@ def lock_options_of(
         backoff_max=option.whole_seconds("lock_retry_backoff_max"),
         jitter=option.flag("lock_retry_jitter"),
         skip_result=option.value("lock_skip_result"),
+        on_lost=option.choice("lock_on_lost", LOSS_POLICIES),
     )
 
 
@@ -121,10 +125,16 @@ class Option:
 
     def policy(self, name: str) -> str | Callable[..., str]:
         value = self.value(name)
-        if value not in POLICIES and not callable(value):
-            raise self.refuse(name, f"one of {', '.join(map(repr, POLICIES))} or a callable, not {value!r}")
-        policy: str | Callable[..., str] = value
-        return policy
+        if callable(value):
+            policy: Callable[..., str] = value
+            return policy
+        return self.choice(name, POLICIES, " or a callable")
+
+    def choice(self, name: str, choices: Sequence[str], further: str = "") -> str:
+        value = self.value(name)
+        if value not in choices:
+            raise self.refuse(name, f"one of {', '.join(map(repr, choices))}{further}, not {value!r}")
+        return str(value)
 
     def seconds(self, name: str) -> float | None:
         value = self.value(name)

@@ -51,6 +51,9 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
     lock_retry_jitter: bool = True
     #: What a skipped execution returns. Unset: a marker, see `is_skipped`.
     lock_skip_result: Any = MARKER
+    #: When the lock is lost: "abort" interrupts the body, and the task fails with `LockLost`; "retry"
+    #: interrupts it and publishes it again; "continue" lets it go on.
+    lock_on_lost: str = "abort"
 
     _lock_options: ClassVar[LockOptions | None] = None
     _wraps_a_call: ClassVar[bool] = False
@@ -83,13 +86,16 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
         execution = Execution(self, options, settings, args, kwargs)
         if any(outer.id == execution.hold.id for outer in holds_of_this_context()):
             return self._body(*args, **kwargs)
-        with execution, execution.keeper.under(execution.hold):
-            asked = execution.keeper.acquire(execution.hold, execution.identity)
-            if execution.was_finished_before():
-                raise Ignore("a second delivery of an execution that is done")
-            if asked.answer is Answer.GRANTED:
-                execution.tell_start()
-                return self._body(*args, **kwargs)
+        try:
+            with execution:
+                asked = execution.acquire()
+                if asked.answer is Answer.GRANTED:
+                    with execution.interruptible():
+                        return self._body(*args, **kwargs)
+        except Exception as error:
+            if not execution.runs_again_after(error):
+                raise
+            conflict.run_again(execution, error)
         return conflict.resolve(execution, asked)
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:

@@ -24,13 +24,18 @@ from contextlib import contextmanager
 
 from .errors import LockError, LockUnavailable
 from .hold import Hold, enter, leave
-from .session import Acquire, Answer, Release, Request, Session, SessionBroken
+from .interrupt import Interrupt
+from .session import Acquire, Answer, Ping, Release, Request, Session, SessionBroken
 from .settings import Settings
+from .watch import Watch
 
 __all__ = ["Keeper", "close_all", "keeper_for", "name_this_process", "probe", "serve_one_at_a_time"]
 
 #: Seconds that an owed unlock waits for a statement to ride on.
 OWED_WITHIN = 0.2
+
+#: Seconds between two tries to stop a body whose lock is lost.
+INTERRUPT_EVERY = 0.25
 
 
 class Keeper:
@@ -42,10 +47,13 @@ class Keeper:
         #: One statement at a time.
         self._statement = threading.Lock()
         self._owner = Owner(self._answer)
-        self._debts = Debts(self._pay)
+        self._watch = Watch(self._on_end, self._on_pause)
+        self._running: set[Interrupt] = set()
+        #: When owed unlocks have waited long enough.
+        self._pay_at: float | None = None
 
     @contextmanager
-    def under(self, hold: Hold) -> Iterator[None]:
+    def under(self, hold: Hold, *, tolerate_loss: bool = False) -> Iterator[None]:
         """Work under a hold that is acquired inside: released at the end, whatever happens.
 
         Raises `LockLost` if it was lost on the way, unless the block has an error of its own.
@@ -56,7 +64,19 @@ class Keeper:
         finally:
             leave(hold)
             self.release(hold)
-        hold.check()
+        if not tolerate_loss:
+            hold.check()
+
+    @contextmanager
+    def interrupting(self, hold: Hold) -> Iterator[None]:
+        """Stop what runs inside when the hold is lost. Raises `LockLost` then."""
+        interrupt = Interrupt(hold)
+        self._running.add(interrupt)
+        try:
+            with interrupt:
+                yield
+        finally:
+            self._running.discard(interrupt)
 
     def acquire(self, hold: Hold, identity: Hold | None = None) -> Acquire:
         """Try to acquire a hold, once and without waiting. The answer stands on what is returned.
@@ -65,10 +85,7 @@ class Keeper:
         it: until `release_soon`.
         """
         asked = Acquire(hold, identity)
-        if _one_at_a_time:
-            self._answer_in_place(asked)
-        else:
-            self._owner.ask(asked)
+        self._ask(asked)
         return asked
 
     def release(self, hold: Hold) -> None:
@@ -76,12 +93,8 @@ class Keeper:
 
         Does nothing for what is not held.
         """
-        if hold.status is not hold.Status.HELD:
-            return
-        if _one_at_a_time:
-            self._answer_in_place(Release(hold))
-        else:
-            self._owner.ask(Release(hold))
+        if hold.status is hold.Status.HELD:
+            self._ask(Release(hold))
 
     def release_soon(self, hold: Hold) -> None:
         """Release a hold without waiting: a fraction of a second later at the latest."""
@@ -93,21 +106,28 @@ class Keeper:
         with self._statement:
             if self._session is not None:
                 self._session.owe(hold)
-        self._debts.note()
+        if self._pay_at is None:
+            self._pay_at = time.monotonic() + OWED_WITHIN
+            self._watch.wake()
 
     def close(self) -> None:
         """Close the session, unless somebody still works under it: then the end of the process will."""
         with self._statement:
             if self._session is not None and self._session.idle:
-                self._session.close()
-                self._session = None
+                self._drop_session("the process ended")
 
     def disown(self) -> None:
         """Give up what a forked child has inherited."""
+        self._watch.close()
         if self._session is not None:
             self._session.disown()
 
-    def _answer_in_place(self, request: Request) -> None:
+    # Questions and answers.
+
+    def _ask(self, request: Request) -> None:
+        if not _one_at_a_time:
+            self._owner.ask(request)
+            return
         try:
             self._answer([request])
         except BaseException:
@@ -141,15 +161,14 @@ class Keeper:
         if self._session is None and not any(isinstance(request, Acquire) for request in requests):
             return
         try:
-            if self._session is None:
-                self._session = Session(self._settings, application_name())
+            session = self._usable_session() or self._open_session()
         except LockError as exc:
             refuse(requests, exc)
             return
         try:
-            self._session.perform(requests)
-        except SessionBroken:
-            self._session = None
+            session.perform(requests)
+        except SessionBroken as exc:
+            self._drop_session(str(exc))
             raise
         except LockError as exc:
             if len(requests) <= 1:
@@ -159,21 +178,63 @@ class Keeper:
             for request in requests:
                 self._perform([request])
 
-    def _pay(self) -> None:
-        """Unlock what found no statement to ride on."""
-        with self._statement:
-            if self._session is not None and self._session.owes:
-                try:
-                    self._session.perform([])
-                except SessionBroken:
-                    self._session = None
-                except LockError:
-                    pass  # the session has put itself right
+    def _usable_session(self) -> Session | None:
+        """The session, unless it was given up. Raises `LockUnavailable` while a body under it is stopped."""
+        if self._session is not None and self._session.given_up_at is not None:
+            if any(interrupt.due for interrupt in list(self._running)):
+                raise LockUnavailable("it did not answer, and what ran under its locks is being stopped")
+            self._drop_session("PostgreSQL did not answer")
+        return self._session
+
+    def _open_session(self) -> Session:
+        self._session = Session(self._settings, application_name())
+        self._watch.look_at(self._session.socket)
+        return self._session
 
     def _drop_session(self, reason: str) -> None:
         session, self._session = self._session, None
         if session is not None:
+            self._watch.look_at(None)
             session.close(reason)
+
+    # What the watch sees.
+
+    def _on_end(self, socket: int) -> None:
+        with self._statement:
+            if self._session is not None and self._session.socket == socket:
+                self._drop_session("PostgreSQL ended its session")
+
+    def _on_pause(self) -> float | None:
+        """Do what is due, and tell when to come again."""
+        pauses, session, now = [], self._session, time.monotonic()
+        if self._pay_at is not None and now < self._pay_at:
+            pauses.append(self._pay_at - now)
+        elif self._pay_at is not None:
+            self._pay_at = None
+            self._owner.post(Ping())
+        if session is not None and session.remote:
+            self._look_for_silence(session)
+            pauses.append(self._settings.loss_timeout / (12 if session.holds_something else 3))
+        if any(interrupt.due for interrupt in list(self._running)):
+            for interrupt in list(self._running):
+                interrupt.stop()
+            pauses.append(INTERRUPT_EVERY)
+        return min(pauses, default=None)
+
+    def _look_for_silence(self, session: Session) -> None:
+        """Keep a session alive that crosses a network, and give it up when no answer comes.
+
+        A third of the bound passes until the question, one until it counts as unanswered and the bodies
+        are stopped, and one until the connection is cut, which may free the name at once.
+        """
+        third = self._settings.loss_timeout / 3
+        if session.given_up_at is not None:
+            if time.monotonic() - session.given_up_at > third:
+                session.cut()
+        elif session.silent_for > third:
+            session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
+        elif session.quiet_for > third and session.holds_something:
+            self._owner.post(Ping())
 
 
 def refuse(requests: Sequence[Request], error: LockError) -> None:
@@ -231,29 +292,6 @@ class Owner:
             return batch
 
 
-class Debts:
-    """Sees to it that owed unlocks are paid where no further statement comes along."""
-
-    def __init__(self, pay: Callable[[], None]) -> None:
-        self._pay = pay
-        self._noted = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def note(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="pglock-debts", daemon=True)
-            self._thread.start()
-        if not self._noted.is_set():
-            self._noted.set()
-
-    def _serve(self) -> None:
-        while True:
-            self._noted.wait()
-            time.sleep(OWED_WITHIN)
-            self._noted.clear()
-            self._pay()
-
-
 # This process.
 
 _keepers: dict[Settings, Keeper] = {}
@@ -273,7 +311,7 @@ def keeper_for(settings: Settings) -> Keeper:
 
 def probe(settings: Settings) -> None:
     """Connect once and check the server. Raises `LockSetupError` or `LockUnavailable`."""
-    Session(settings, application_name()).close()
+    Session(settings, application_name()).close("it was only asked whether it works")
 
 
 def serve_one_at_a_time() -> None:

@@ -15,8 +15,12 @@ It does not know threads: exactly one caller at a time, see `keeper`.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -45,7 +49,6 @@ ROLE_LIMITS = (
 )
 
 WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"
-LIFT_LIMITS = f"SELECT set_config(name, '0', false) FROM pg_settings WHERE name IN {ROLE_LIMITS}"
 OWN_LOCKS = """
     SELECT classid::bigint, objid::bigint, objsubid FROM pg_locks
     WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
@@ -82,13 +85,18 @@ class Acquire:
 
 
 @dataclass(eq=False)
+class Ping:
+    """Ask for a sign of life. Owed unlocks ride along."""
+
+
+@dataclass(eq=False)
 class Release:
     """Give a hold back. Does nothing for one that is not held."""
 
     hold: Hold
 
 
-Request = Acquire | Release
+Request = Acquire | Release | Ping
 
 
 class Session:
@@ -101,15 +109,19 @@ class Session:
         self._leaving: list[Hold] = []
         #: Holds that are over, whose unlock rides on the next statement.
         self._owed: list[Hold] = []
+        self._sent_at: float | None = None
+        self._answered_at = time.monotonic()
+        #: When its holds were given up although the connection stands, see `give_up`.
+        self.given_up_at: float | None = None
         self._connection = connect(settings, application_name)
         try:
             self._check_server(settings)
-            self._query(LIFT_LIMITS)
+            self._query(set_statement(session_settings(settings)))
         except psycopg.Error as exc:
-            self.close()
+            self.close("it could not be set up")
             raise refusal_of(exc) from exc
         except BaseException:
-            self.close()
+            self.close("it could not be set up")
             raise
 
     def __repr__(self) -> str:
@@ -125,6 +137,32 @@ class Session:
     def owes(self) -> bool:
         """Whether there are unlocks that wait for the next statement."""
         return bool(self._owed)
+
+    @property
+    def socket(self) -> int:
+        """The descriptor of the connection's socket."""
+        return self._connection.fileno()
+
+    @property
+    def remote(self) -> bool:
+        """Whether a network lies between here and the server, which may fall silent."""
+        return not self._connection.info.host.startswith(("/", "@"))
+
+    @property
+    def holds_something(self) -> bool:
+        """Whether anything depends on this session."""
+        return bool(self._holds)
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the question that is not answered yet was sent; 0 where there is none."""
+        sent_at = self._sent_at
+        return 0.0 if sent_at is None else time.monotonic() - sent_at
+
+    @property
+    def quiet_for(self) -> float:
+        """Seconds since the last answer."""
+        return time.monotonic() - self._answered_at
 
     def owe(self, hold: Hold) -> None:
         """Release a hold with the next statement, whatever that will be."""
@@ -148,14 +186,26 @@ class Session:
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
 
-    def close(self, reason: str = "its session was closed") -> None:
-        """Close the connection, which frees all that is on it. What was still held counts as lost."""
-        holds = [*self._holds.values(), *self._leaving]
-        self._holds, self._leaving, self._owed = {}, [], []
-        self._connection.close()
-        for hold in holds:
+    def give_up(self, reason: str) -> None:
+        """Count all that is held as lost, and leave the connection as it is for now.
+
+        Called while a statement may be waiting for its answer, from another thread.
+        """
+        self.given_up_at = time.monotonic()
+        for hold in [*self._holds.values(), *self._leaving]:
             if hold.status is hold.Status.HELD:
                 hold._lost(reason)
+
+    def close(self, reason: str) -> None:
+        """Close the connection, which frees all that is on it. What was still held counts as lost."""
+        self.give_up(reason)
+        self._holds, self._leaving, self._owed = {}, [], []
+        self._connection.close()
+
+    def cut(self) -> None:
+        """Shut the connection down under a statement that waits for an answer, so that it fails now."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.socket)) as handle:
+            handle.shutdown(socket.SHUT_RDWR)
 
     def disown(self) -> None:
         """Give the connection up in a forked child, so that only the parent's end is left.
@@ -175,7 +225,9 @@ class Session:
     def _plan(self, request: Request) -> Column | None:
         if isinstance(request, Release):
             return self._plan_release(request.hold)
-        return self._plan_acquire(request)
+        if isinstance(request, Acquire):
+            return self._plan_acquire(request)
+        return "true", lambda _: None
 
     def _plan_release(self, hold: Hold) -> Column | None:
         if self._holds.get(hold.id) is not hold:
@@ -230,8 +282,10 @@ class Session:
         The steps of a psycopg cursor without the cursor, which costs as much as the round trip.
         """
         pgconn = self._connection.pgconn
+        self._sent_at = time.monotonic()
         pgconn.send_query(statement.encode())
         result = self._connection.wait(execute(pgconn))[-1]
+        self._sent_at, self._answered_at = None, time.monotonic()
         if result.status != psycopg.pq.ExecStatus.TUPLES_OK:
             raise psycopg.errors.error_from_result(result)
         columns = range(result.nfields)
@@ -282,13 +336,45 @@ BOOLEANS = {b"t": True, b"f": False, None: None}
 ANSWERS = {True: Answer.GRANTED, False: Answer.CONFLICT, None: Answer.SAME_EXECUTION}
 
 
+def session_settings(settings: Settings) -> dict[str, str]:
+    """What the server is to know of the session.
+
+    It waits half as long again as the client for a silent network: an interrupted body has stopped before
+    the name is free. They have no effect on a Unix socket.
+    """
+    bound = 1.5 * settings.loss_timeout
+    return {
+        **dict.fromkeys(ROLE_LIMITS, "0"),
+        "tcp_keepalives_idle": str(math.ceil(bound / 3)),
+        "tcp_keepalives_interval": str(math.ceil(bound / 3)),
+        "tcp_keepalives_count": "2",
+        "tcp_user_timeout": str(math.ceil(bound * 1000)),
+    }
+
+
+def set_statement(values: Mapping[str, str]) -> str:
+    """Set what the server has, and leave out what its release does not know."""
+    rows = ", ".join(f"('{name}', '{value}')" for name, value in values.items())
+    return (
+        f"SELECT set_config(name, value, false) FROM (VALUES {rows}) AS given (name, value)"
+        " JOIN pg_settings USING (name)"
+    )
+
+
 def connect(settings: Settings, application_name: str) -> psycopg.Connection[tuple[object, ...]]:
     try:
         given = conninfo_to_dict(settings.database_url)
     except psycopg.Error:
         # The driver's message would quote the URL, and with it a password.
         raise LockSetupError("pglock_database_url is no PostgreSQL URL and no conninfo") from None
-    options: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, **given}
+    options: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT,
+        "keepalives_idle": math.ceil(settings.loss_timeout / 3),
+        "keepalives_interval": math.ceil(settings.loss_timeout / 3),
+        "keepalives_count": 2,
+        "tcp_user_timeout": math.ceil(settings.loss_timeout * 1000),
+        **given,
+    }
     conninfo = make_conninfo(**options | {"application_name": application_name})
     try:
         return psycopg.connect(conninfo, autocommit=True, prepare_threshold=None)

@@ -18,3 +18,5 @@ class Settings:
     database_url: str = field(repr=False)
     namespace: str = "celery"
     session_pooler: bool = False
+    #: Seconds after which a silent network counts as a lost lock.
+    loss_timeout: float = 10.0

@@ -1,0 +1,208 @@
+"""Stops a body whose lock is gone: by a signal, in a greenlet, in a thread.
+
+Facts that shaped it:
+
+- A body may swallow every `Exception`, and one raised inside a ``__del__`` is lost. So what stops it is a
+  `BaseException`, and it is thrown again and again until the body ends.
+- It must not outlive the body: what it meets there is Celery's own code, and on threads and green pools a
+  `BaseException` that escapes from a task loses the message. So it is thrown only while armed, turned into
+  `LockLost` before it leaves, and disarming starts anew when it is interrupted itself.
+- A signal reaches what sleeps or waits in a system call. Only the main thread gets one. An exception that
+  is set on another thread waits for its next bytecode.
+- SIGUSR2 ends a process that has no handler for it. Ours is installed by the first body and stays: a signal
+  may be on its way still when the body is over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from .hold import Hold
+
+__all__ = ["Interrupt", "LockInterrupt", "native_call", "native_poll"]
+
+SIGNAL = signal.SIGUSR2
+
+
+class LockInterrupt(BaseException):
+    """Thrown into a body whose lock is gone. Let it pass: it ends as `LockLost`."""
+
+
+class Interrupt:
+    """Arms the running code for as long as the block lasts: when its hold is lost it can be stopped."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.hold = hold
+        self._armed = False
+        self._guard = threading.Lock()
+        self._throw, self._recall = way_into_this_code()
+
+    def __enter__(self) -> None:
+        self._armed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        interrupted = kind is not None and issubclass(kind, LockInterrupt)
+        while True:
+            try:
+                with self._guard:
+                    self._armed = False
+                    self._recall()
+                break
+            except LockInterrupt:
+                interrupted = True
+        if interrupted:
+            self.hold.check()
+
+    def stop(self) -> None:
+        """Throw `LockInterrupt` into the code, if it still runs and its lock is lost."""
+        with self._guard:
+            if self._armed and self.hold.lost:
+                self._throw(self)
+
+    @property
+    def due(self) -> bool:
+        """Whether the code still runs although its lock is lost."""
+        return self._armed and self.hold.lost
+
+
+Throw = Callable[[Interrupt], None]
+Recall = Callable[[], None]
+
+
+def nothing() -> None:
+    """Recall nothing: the way has no exception that could be under way."""
+
+
+def way_into_this_code() -> tuple[Throw, Recall]:
+    """How to stop what calls this, and how to recall an exception that has not arrived yet."""
+    if is_patched_by("gevent"):
+        return way_into_gevent(), nothing
+    if is_patched_by("eventlet"):
+        return way_into_eventlet(), nothing
+    if threading.current_thread() is threading.main_thread():
+        install_handler()
+        return throw_by_signal, nothing
+    return way_into_thread(threading.get_ident())
+
+
+# The main thread: a signal.
+
+_interrupted: list[Interrupt] = []
+
+
+def throw_by_signal(interrupt: Interrupt) -> None:
+    """Leave the interrupt to the handler and wake the main thread, wherever it waits."""
+    _interrupted.append(interrupt)
+    signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+
+
+class Handler:
+    """Handles the signal: raises in a body that is to stop, and leaves all others to who was there before."""
+
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        due, _interrupted[:] = [each for each in _interrupted if each.due], []
+        if due:
+            raise LockInterrupt
+        if callable(self.previous):
+            self.previous(number, frame)
+
+
+def install_handler() -> None:
+    """Install the handler, unless it is there. Billiard resets signals after its own initializers."""
+    current = signal.getsignal(SIGNAL)
+    if not isinstance(current, Handler):
+        signal.signal(SIGNAL, Handler(current))
+
+
+# Another thread: an exception at its next bytecode.
+
+
+def way_into_thread(ident: int) -> tuple[Throw, Recall]:
+    set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def throw(_: Interrupt) -> None:
+        set_exception(ctypes.c_ulong(ident), ctypes.py_object(LockInterrupt))
+
+    def recall() -> None:
+        set_exception(ctypes.c_ulong(ident), None)
+
+    return throw, recall
+
+
+# Greenlets: an exception at the next switch, thrown by the hub, which looks once more whether it is due.
+
+
+def way_into_gevent() -> Throw:
+    import gevent  # noqa: TID251 - only where it runs already
+
+    greenlet = gevent.getcurrent()
+    hub = gevent.get_hub()
+
+    def throw(interrupt: Interrupt) -> None:
+        hub.loop.run_callback(lambda: greenlet.throw(LockInterrupt) if interrupt.due else None)
+
+    return throw
+
+
+def way_into_eventlet() -> Throw:
+    import eventlet.hubs  # noqa: TID251 - only where it runs already
+    import greenlet
+
+    current = greenlet.getcurrent()
+
+    def throw(interrupt: Interrupt) -> None:
+        hub = eventlet.hubs.get_hub()
+        hub.schedule_call_global(0, lambda: current.throw(LockInterrupt) if interrupt.due else None)
+
+    return throw
+
+
+# Blocking calls beside a hub.
+
+
+def is_patched_by(library: str) -> bool:
+    """Whether ``threading`` makes greenlets of this library, in place of threads."""
+    if library == "gevent":
+        monkey = sys.modules.get("gevent.monkey")
+        return monkey is not None and monkey.is_module_patched("threading")
+    patcher = sys.modules.get("eventlet.patcher")
+    return patcher is not None and patcher.is_monkey_patched("thread")
+
+
+def native_call(function: Callable[[], Any]) -> Any:
+    """Call what blocks a thread of the operating system, without blocking a hub."""
+    if is_patched_by("gevent"):
+        import gevent  # noqa: TID251 - only where it runs already
+
+        return gevent.get_hub().threadpool.apply(function)
+    if is_patched_by("eventlet"):
+        import eventlet.tpool  # noqa: TID251 - only where it runs already
+
+        return eventlet.tpool.execute(function)
+    return function()
+
+
+def native_poll() -> Any:
+    """A poll object of the operating system. The patched ones miss the end of a connection."""
+    if is_patched_by("gevent"):
+        import gevent.monkey  # noqa: TID251 - only where it runs already
+
+        return gevent.monkey.get_original("select", "poll")()
+    if is_patched_by("eventlet"):
+        import eventlet.patcher  # noqa: TID251 - only where it runs already
+
+        return eventlet.patcher.original("select").poll()
+    import select
+
+    return select.poll()
