@@ -1,0 +1,75 @@
+"""Play the scenes, draw what happened, and judge it. The exit status is 0 where all guarantees held."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from localservers import MissingServer, ServerFailed
+
+from .history import History
+from .picture import write_picture
+from .progress import Progress
+from .scenes import SCENES
+from .stage import Interrupted, Stage, StageFailed
+from .style import Style
+from .timeline import Timeline
+from .verdict import Verdict
+
+LOCKED = os.environ.get("UNLOCKED", "") in {"", "0"}
+PICTURE = Path("build", "demo-timeline.html" if LOCKED else "demo-timeline-unlocked.html")
+
+
+def main() -> int:
+    style = Style()
+    try:
+        verdict = play(Progress(style))
+    except Interrupted as interrupted:
+        signum = interrupted.args[0]
+        print(f"ended by {signal.Signals(signum).name}: all that was started is gone", file=sys.stderr)
+        return 128 + signum
+    except (StageFailed, ServerFailed, MissingServer) as failure:
+        print(f"the demo could not go on: {failure}", file=sys.stderr)
+        return 1
+    report(verdict, style)
+    return judge(verdict, style)
+
+
+def play(progress: Progress) -> Verdict:
+    with Stage(progress) as stage:
+        stage.start_workers("w1", "w2", "w3")
+        stage.await_workers()
+        progress.say("3 prefork workers with 2 processes each")
+        for scene in SCENES:
+            scene(stage)
+        # Put together now: with the stage goes the file of the records.
+        history = History(list(stage.history.records))
+        progress.say("all messages have ended: stopping")
+    return Verdict(history, LOCKED, stage.sessions, stage.freed_after)
+
+
+def report(verdict: Verdict, style: Style) -> None:
+    print()
+    for line in Timeline(verdict.history, style).lines():
+        print(line)
+    print()
+    for name, value, meaning in verdict.figures():
+        print(f"{name:>10}  {style.bold(f'{value:>7}')}  {style.dim(meaning)}")
+    print(f"\n   picture  {write_picture(verdict, PICTURE)}\n")
+
+
+def judge(verdict: Verdict, style: Style) -> int:
+    failures = list(verdict.failures())
+    for failure in failures:
+        print(style.alarm(f"FAILED: {failure}"))
+    if not failures and verdict.locked:
+        print(style.bold("No two runs were at one tenant at a time, and no message was lost."))
+    elif not failures:
+        print(style.bold("Without locks they were. That is what `make demo` shows to be gone."))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""What the records add up to: the runs of bodies, conflicts, kills, and whether the guarantees held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+
+from .records import Record
+
+Lane = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a body, from its first line to its last, to its death, or to now (``end`` is None)."""
+
+    tenant: str
+    task: str
+    id: str
+    worker: str
+    pid: int
+    start: float
+    end: float | None = None
+    killed: bool = False
+
+    @property
+    def lane(self) -> Lane:
+        return self.worker, self.pid
+
+    def overlaps(self, other: Run) -> bool:
+        """Whether both drove one tenant at the same time."""
+        if self.tenant != other.tenant:
+            return False
+        ends = [float("inf") if run.end is None else run.end for run in (self, other)]
+        return self.start < ends[1] and other.start < ends[0]
+
+
+class History:
+    """The records of one moment, put together."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+
+    def of(self, *what: str) -> list[Record]:
+        return [record for record in self.records if record.what in what]
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """In the order of their starts."""
+        running: dict[tuple[int, str], Run] = {}
+        runs = []
+        for each in sorted(self.of("start", "end", "kill"), key=lambda record: record.at):
+            if each.what == "start":
+                run = Run(each.tenant, each.task, each.id, each.worker, each.pid, each.at)
+                running[each.pid, each.id] = run
+            elif each.what == "end":
+                runs.append(replace(running.pop((each.pid, each.id)), end=each.at))
+            else:
+                dead = [key for key, run in running.items() if run.worker == each.worker]
+                runs += [replace(running.pop(key), end=each.at, killed=True) for key in dead]
+        return sorted([*runs, *running.values()], key=lambda run: run.start)
+
+    @property
+    def running(self) -> list[Run]:
+        return [run for run in self.runs if run.end is None]
+
+    @property
+    def killed(self) -> list[Run]:
+        return [run for run in self.runs if run.killed]
+
+    @cached_property
+    def overlaps(self) -> list[tuple[Run, Run]]:
+        return [pair for pair in combinations(self.runs, 2) if pair[0].overlaps(pair[1])]
+
+    @property
+    def open(self) -> list[Record]:
+        """Messages that neither ran to their end nor were skipped."""
+        done = {record.id for record in self.of("end", "skip")}
+        return [sent for sent in self.of("sent") if sent.id not in done]
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        """The worker processes that did something, by worker."""
+        return sorted({(each.worker, each.pid) for each in self.of("start", "skip", "retry")})
+
+    @cached_property
+    def begin(self) -> float:
+        return min((record.at for record in self.of("sent")), default=0.0)
+
+    @cached_property
+    def end(self) -> float:
+        return max((record.at for record in self.records), default=self.begin)
+
+    def next_after(self, dead: Run) -> Run | None:
+        """The next run of a killed run's tenant."""
+        later = (run for run in self.runs if run.tenant == dead.tenant and run.start > dead.start)
+        return next(later, None)

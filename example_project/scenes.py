@@ -1,0 +1,78 @@
+"""What is played. A scene is a function that is handed the stage."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from .history import Run
+from .stage import Stage
+from .style import TENANTS
+
+SCHEDULERS = 3
+DICE = random.Random(42)
+
+
+def duplicates(stage: Stage) -> None:
+    """Three schedulers look for tenants that are due, four times, and each sends what it finds."""
+    stage.progress.say(f"{SCHEDULERS} schedulers send the same work for {len(TENANTS)} tenants")
+    for tick in range(4):
+        send_due(stage, tick)
+        stage.pause(1.6)
+
+
+def crash(stage: Stage) -> None:
+    """A worker is killed in the middle of a training, and its tenant's next message comes at once."""
+    from .pipeline import train
+
+    await_quiet(stage)
+    victim = begin_trainings(stage)
+    held = stage.locks_held_by(victim.pid)
+    at = stage.kill(victim.worker)
+    stage.progress.say(stage.progress.style.alarm(f"kill -9 {victim.worker}, which was training {victim.tenant}"))
+    successor = None
+    while successor is None:
+        if held and stage.freed_after is None and not stage.locks_held_by(victim.pid):
+            stage.freed_after = time.monotonic() - at
+        stage.send(train, victim.tenant, 0.8)
+        stage.pause(0.02)
+        successor = stage.history.next_after(victim)
+    stage.progress.say(f"{successor.worker} took {victim.tenant}; a fresh worker comes up")
+    stage.start_workers("w4")
+
+
+def drain(stage: Stage) -> None:
+    """The play goes on until each message has ended, those of the killed worker too."""
+    for tick in range(3):
+        send_due(stage, tick)
+        stage.pause(1.6)
+    await_quiet(stage)
+
+
+SCENES = (duplicates, crash, drain)
+
+
+def send_due(stage: Stage, tick: int) -> None:
+    """Send the work of half the tenants, once for each scheduler."""
+    from .pipeline import publish, train
+
+    due = TENANTS[tick % 2 :: 2]
+    for number, tenant in enumerate(due):
+        for _ in range(SCHEDULERS):
+            stage.send(train, tenant, DICE.uniform(0.5, 1.1))
+        if number % 2 == 0:
+            stage.send(publish, tenant, 0.3)
+
+
+def begin_trainings(stage: Stage) -> Run:
+    """Begin three long trainings and return one in its middle."""
+    from .pipeline import train
+
+    ids = {stage.send(train, tenant, 2.5) for tenant in TENANTS[:3]}
+    stage.wait(lambda: len(stage.history.running) == len(ids), "the trainings to begin", 10)
+    stage.pause(0.6)
+    return stage.history.running[0]
+
+
+def await_quiet(stage: Stage) -> None:
+    stage.wait(lambda: not stage.history.open, "all messages to end", 60)

@@ -1,0 +1,206 @@
+"""The stage: a PostgreSQL, a Redis and the workers, and what a scene does with them.
+
+Nothing of it outlives the demo: servers and workers die with the process that started them, and a signal is
+heard between two steps only, since an exception in the middle of a start could leave half a server behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import psycopg
+from localservers import PostgreSQL, Redis
+from localservers.process import Server
+
+from . import records
+from .history import History
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from celery import Task
+    from typing_extensions import Self
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+SESSIONS = r"SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pglock %@%'"
+LOCKS_OF_A_PROCESS = """
+    SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid)
+    WHERE locktype = 'advisory' AND granted AND application_name LIKE 'pglock %%@%% ' || %s
+"""
+
+
+class Interrupted(Exception):
+    """Somebody wants the demo to end. Holds the signal's number."""
+
+
+class StageFailed(Exception):
+    """The play can't go on; the text says why."""
+
+
+class Worker(Server):
+    """A prefork worker with two processes, in a process group of its own."""
+
+    program = "worker"
+    stop_timeout = 10.0
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def kill(self) -> None:
+        """SIGKILL the main process and its children at once, and wait for its end."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self.stop()
+
+    def log_tail(self) -> str:
+        return self._log_tail()
+
+    def _command(self) -> Sequence[str | Path]:
+        app = ["-A", "example_project.pipeline", "worker"]
+        return [sys.executable, "-m", "celery", *app, "-c", "2", "-n", f"{self.name}@demo", "-l", "INFO"]
+
+    def _environment(self) -> Mapping[str, str]:
+        # It runs in a folder of its own, where a relative path leads nowhere.
+        return {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+
+    def _is_ready(self) -> bool:
+        return True  # the stage starts all of them, and then waits for all
+
+
+class Stage:
+    """Everything that runs, as a context manager; and the view from outside."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.workers: dict[str, Worker] = {}
+        #: The most sessions that were seen at a time, by their application_name.
+        self.sessions: Counter[str] = Counter()
+        #: Seconds from the kill until PostgreSQL showed no lock of the dead any more.
+        self.freed_after: float | None = None
+        self._exit = ExitStack()
+        self._signal: int | None = None
+        self._looked_at = 0.0
+
+    # Opening and closing.
+
+    def __enter__(self) -> Self:
+        for signum in SIGNALS:
+            signal.signal(signum, self._hear)
+        try:
+            self._open()
+        except BaseException:
+            self._close(in_good_order=False)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: object, trace: TracebackType | None) -> None:
+        self._close(in_good_order=kind is None)
+
+    def _open(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="demo-"))
+        self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
+        self.progress.status("starting PostgreSQL and Redis")
+        postgres = self._exit.enter_context(PostgreSQL())
+        redis = self._exit.enter_context(Redis())
+        self.check()
+        os.environ |= {
+            "DATABASE_URL": postgres.url(),
+            "REDIS_URL": redis.url(),
+            records.FILE: str(folder / "records.jsonl"),
+        }
+        self._reader = records.Reader(folder / "records.jsonl")
+        self._exit.callback(self._reader.close)
+        self._observer = psycopg.connect(postgres.url(application_name="observer"), autocommit=True)
+        self._exit.callback(self._observer.close)
+        self.progress.say(f"PostgreSQL on port {postgres.port}, Redis on port {redis.port}")
+
+    def _close(self, *, in_good_order: bool) -> None:
+        self.progress.status("")
+        for worker in self.workers.values():
+            if worker.running and in_good_order:
+                os.kill(worker.pid, signal.SIGTERM)  # all at once: each takes a second
+            elif worker.running:
+                worker.kill()
+        self._exit.close()
+
+    def _hear(self, signum: int, _frame: object) -> None:
+        self._signal = signum
+
+    def check(self) -> None:
+        """Raise what ends the play before its end."""
+        if self._signal is not None:
+            raise Interrupted(self._signal)
+        for worker in self.workers.values():
+            if not worker.running:
+                raise StageFailed(f"{worker.name} ended by itself:\n{worker.log_tail()}")
+
+    # What a scene does.
+
+    @property
+    def history(self) -> History:
+        return History(self._reader.read())
+
+    def start_workers(self, *names: str) -> None:
+        for name in names:
+            self.workers[name] = self._exit.enter_context(Worker(name))
+            self.check()
+
+    def await_workers(self) -> None:
+        def all_ready() -> bool:
+            return self.workers.keys() <= {record.worker for record in self.history.of("ready")}
+
+        self.wait(all_ready, "the workers to start", 60)
+
+    def send(self, task: Task, tenant: str, seconds: float) -> str:
+        """Publish a message and return its id."""
+        id = task.delay(tenant, round(seconds, 2)).id
+        records.write("sent", tenant, task.name.rpartition(".")[2], id)
+        return id
+
+    def kill(self, name: str) -> float:
+        """End a worker and all its processes by SIGKILL; return when."""
+        worker = self.workers.pop(name)
+        at = time.monotonic()
+        worker.kill()
+        records.write("kill", worker=name, at=at)
+        return at
+
+    def locks_held_by(self, pid: int) -> int:
+        """How many advisory locks PostgreSQL sees with the sessions of a process."""
+        row = self._observer.execute(LOCKS_OF_A_PROCESS, [str(pid)]).fetchone()
+        return row[0] if row else 0
+
+    def pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() >= until, "time to pass", seconds + 60)
+
+    def wait(self, over: Callable[[], object], what: str, timeout: float) -> None:
+        """Wait with an eye on everything."""
+        deadline = time.monotonic() + timeout
+        while not over():
+            if time.monotonic() > deadline:
+                raise StageFailed(f"waited {timeout:.0f} s in vain for {what}")
+            self.check()
+            self._look()
+            time.sleep(0.02)
+
+    def _look(self) -> None:
+        """Count the sessions and show the progress, four times a second."""
+        if time.monotonic() - self._looked_at < 0.25:
+            return
+        self._looked_at = time.monotonic()
+        seen = Counter(name for (name,) in self._observer.execute(SESSIONS))
+        self.sessions |= seen
+        self.progress.show(self.history)

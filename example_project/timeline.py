@@ -1,0 +1,83 @@
+"""The play as text: a lane for each worker process, and under it the conflicts that it met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from .history import History, Lane, Run
+from .style import TENANTS, Style, letter
+
+LABEL = 9  # columns
+
+
+class Timeline:
+    """Draws on a grid with one column for a slice of time."""
+
+    def __init__(self, history: History, style: Style) -> None:
+        self.history = history
+        self.style = style
+        self.columns = max(40, style.width - LABEL - 1)
+        self.slice = max(history.end - history.begin, 1.0) / self.columns
+        self.marks = ("↷", "↻", "✖", "━") if style.unicode else ("x", "r", "#", "=")
+
+    def lines(self) -> Iterator[str]:
+        yield self._axis()
+        for number, lane in enumerate(self.history.lanes):
+            new_worker = number > 0 and self.history.lanes[number - 1][0] != lane[0]
+            if new_worker:
+                yield ""
+            yield self._label(lane) + self._bodies(lane)
+            yield " " * LABEL + self._conflicts(lane)
+        yield ""
+        yield from self._legend()
+
+    def _column(self, at: float) -> int:
+        return min(int((at - self.history.begin) / self.slice), self.columns - 1)
+
+    def _axis(self) -> str:
+        row = [" "] * (self.columns + 6)
+        for second in range(0, int(self.slice * self.columns) + 1, 2):
+            column = int(second / self.slice)
+            row[column : column + len(f"{second} s")] = f"{second} s"
+        return self.style.dim(" " * LABEL + "".join(row).rstrip())
+
+    def _label(self, lane: Lane) -> str:
+        worker, _ = lane
+        processes = [each for each in self.history.lanes if each[0] == worker]
+        return f"{worker}.{processes.index(lane) + 1}".ljust(LABEL)
+
+    def _bodies(self, lane: Lane) -> str:
+        cells = [" "] * self.columns
+        for run in self.history.runs:
+            if run.lane == lane:
+                self._draw(cells, run)
+        return "".join(cells).rstrip()
+
+    def _draw(self, cells: list[str], run: Run) -> None:
+        first = self._column(run.start)
+        last = max(first, self._column(self.history.end if run.end is None else run.end) - 1)
+        for column in range(first, last + 1):
+            text = letter(run.tenant) if column == first else " " if self.style.rich else "-"
+            cells[column] = self.style.block(run.tenant, text)
+        if run.killed:
+            cells[min(last + 1, self.columns - 1)] = self.style.alarm(self.marks[2])
+
+    def _conflicts(self, lane: Lane) -> str:
+        cells = [" "] * self.columns
+        for record in self.history.of("skip", "retry"):
+            if (record.worker, record.pid) == lane:
+                mark = self.marks[record.what == "retry"]
+                cells[self._column(record.at)] = self.style.ink(record.tenant, mark)
+        return "".join(cells).rstrip()
+
+    def _legend(self) -> Iterator[str]:
+        yield from self._wrapped(f"{self.style.badge(tenant)} {tenant}" for tenant in TENANTS)
+        skip, retry, kill, _ = self.marks
+        kill = self.style.alarm(kill)
+        yield f"{' ' * LABEL}{skip} conflict, skipped   {retry} conflict, tried again later   {kill} killed in mid-body"
+
+    def _wrapped(self, items: Iterable[str]) -> Iterator[str]:
+        items = list(items)
+        per_line = max(1, self.columns // 11)
+        for start in range(0, len(items), per_line):
+            yield " " * LABEL + "  ".join(items[start : start + per_line])

@@ -1,0 +1,71 @@
+"""The figures, all of them counted in the records or seen by PostgreSQL, and the guarantees that they prove."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .history import History, Run
+
+FREE_WITHIN = 1.0  # seconds from the kill of a holder until its name is free
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one play has shown."""
+
+    history: History
+    locked: bool
+    sessions: Counter[str]
+    freed_after: float | None
+
+    @property
+    def takeovers(self) -> list[tuple[Run, Run | None]]:
+        """The killed runs, each with the next one of its tenant."""
+        return [(dead, self.history.next_after(dead)) for dead in self.history.killed]
+
+    def figures(self) -> Iterator[tuple[str, str, str]]:
+        """Yield each figure with its name and what it means."""
+        history = self.history
+        yield "overlaps", str(len(history.overlaps)), "pairs of runs that were at one tenant at a time"
+        yield "messages", str(len(history.of("sent"))), f"{len(history.open)} of them lost"
+        ended = len(history.of("end"))
+        yield "runs", str(len(history.runs)), f"{ended} to the end, {len(history.killed)} killed"
+        yield "skips", str(len(history.of("skip"))), "train messages whose tenant was being worked on"
+        yield "retries", str(len(history.of("retry"))), "publish messages put off for the same reason"
+        if self.freed_after is not None:
+            freed = "from kill -9 until pg_locks shows none of the dead process's locks"
+            yield "lock free", milliseconds(self.freed_after), freed
+        for dead, successor in self.takeovers[:1]:
+            if successor is not None:
+                yield "next body", milliseconds(successor.start - (dead.end or 0)), takeover(dead, successor)
+        most = max(self.sessions.values(), default=0)
+        processes = f"at most, in any of the {len(self.sessions)} processes that opened one (pg_stat_activity)"
+        yield "sessions", str(most), processes
+
+    def failures(self) -> Iterator[str]:
+        """Yield each guarantee that did not hold."""
+        history = self.history
+        if history.open:
+            yield f"{len(history.open)} messages were lost: {', '.join(sent.id for sent in history.open)}"
+        if not self.locked:
+            if not history.overlaps:
+                yield "the control shows no overlap: this play could not have found a missing lock"
+            return
+        for one, other in history.overlaps:
+            yield f"{one.task} {one.tenant} on {one.worker} overlaps {other.task} on {other.worker}"
+        if self.freed_after is None or self.freed_after > FREE_WITHIN:
+            yield f"the killed worker's lock was not seen to be free within {FREE_WITHIN:.0f} s"
+        if not history.of("skip") or not history.of("retry"):
+            yield "no conflict was met: this play shows nothing"
+        if max(self.sessions.values(), default=0) != 1:
+            yield f"sessions for each worker process: {dict(self.sessions)}, not 1"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms"
+
+
+def takeover(dead: Run, successor: Run) -> str:
+    return f"from kill -9 of {dead.worker} until {successor.worker} began with {dead.tenant}, through the queue"
