@@ -10,6 +10,8 @@ SOURCES := pyproject.toml README.md LICENSE $(shell find celery_pglock -name '__
 
 # Never fetch an interpreter: the one at hand is the one to test with.
 export UV_PYTHON_DOWNLOADS := never
+# Trust what the machine trusts: behind a proxy that is more than what uv brings along.
+export UV_NATIVE_TLS := true
 # A home that can't be written to (a service account, a container) has no place for a cache.
 ifneq ($(shell mkdir -p "$${UV_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/uv}/." 2>/dev/null && echo yes),yes)
 export UV_CACHE_DIR := $(CURDIR)/.venv/cache
