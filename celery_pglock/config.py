@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -41,7 +42,7 @@ def forget_settings() -> None:
 
 def read_settings(app: Celery) -> Settings | None:
     """Read the settings from ``app.conf``."""
-    if not app.conf.get("pglock_enabled", True):
+    if not flag(app, "pglock_enabled", default=True):
         return None
     url = app.conf.get("pglock_database_url")
     if url is None:
@@ -57,9 +58,17 @@ def read_settings(app: Celery) -> Settings | None:
     return Settings(
         database_url=url,
         namespace=text(app, "pglock_namespace", "celery"),
-        session_pooler=bool(app.conf.get("pglock_session_pooler", False)),
+        session_pooler=flag(app, "pglock_session_pooler", default=False),
         loss_timeout=seconds(app, "pglock_loss_timeout", 10.0, least=3.0),
     )
+
+
+def flag(app: Celery, setting: str, *, default: bool) -> bool:
+    """Read a setting that is True or False. A text such as "no" would be taken for True."""
+    value = app.conf.get(setting, default)
+    if not isinstance(value, bool):
+        raise ImproperlyConfigured(f"{setting}: True or False, not {value!r}")
+    return value
 
 
 def seconds(app: Celery, setting: str, default: float, *, least: float) -> float:
@@ -67,7 +76,7 @@ def seconds(app: Celery, setting: str, default: float, *, least: float) -> float
     value = app.conf.get(setting, default)
     if isinstance(value, timedelta):
         value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
         raise ImproperlyConfigured(f"{setting}: seconds >= {least:g}, or a timedelta, not {value!r}")
     return float(value)
 

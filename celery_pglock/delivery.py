@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import states
 from celery.app.task import Context
+from celery.backends.base import DisabledBackend
 from celery.canvas import Signature
 from celery.exceptions import Reject
 from kombu.serialization import registry  # type: ignore[attr-defined]
@@ -119,6 +120,8 @@ def finished_before(task: AdvisoryLockedTask, request: Context, attempts: Attemp
     the execution's identity held: before that, the first may be storing its result right now.
     """
     redelivered = attempts.copies or (request.delivery_info or {}).get("redelivered")
-    if not redelivered or ignores_result(task, request) or not task.backend.persistent:
+    backend = task.backend
+    nobody_knows = isinstance(backend, DisabledBackend) or not backend.persistent
+    if not redelivered or nobody_knows or ignores_result(task, request):
         return False
-    return task.backend.get_state(request.id or "") in states.READY_STATES
+    return backend.get_state(request.id or "") in states.READY_STATES

@@ -20,6 +20,7 @@ from celery.exceptions import Ignore, Reject, TaskPredicate
 
 from . import signals
 from .delivery import HEADER, Attempts, finished_before
+from .locks.errors import LockUnavailable
 from .locks.hold import Hold
 from .locks.keeper import keeper_for
 from .locks.keys import LockId, id_of
@@ -103,7 +104,13 @@ class Execution:
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""
         asked = self.keeper.acquire(self.hold, self.identity)
-        if self.was_finished_before():
+        try:
+            finished = self._was_finished_before()
+        except Exception as exc:  # noqa: BLE001 - any backend, any error: ask again when it is back
+            asked.answer = Answer.UNKNOWN
+            asked.error = LockUnavailable(f"the result backend did not tell whether the task is done: {exc}")
+            return asked
+        if finished:
             raise Ignore("a second delivery of an execution that is done")
         if asked.answer is Answer.GRANTED:
             self._tell_start()
@@ -139,7 +146,7 @@ class Execution:
         """Call ``publish`` once the name is free."""
         self._kept_back.append(publish)
 
-    def was_finished_before(self) -> bool:
+    def _was_finished_before(self) -> bool:
         """Whether this is a second delivery of what is done."""
         identity = self.identity
         if identity is None or identity.status is not identity.Status.HELD:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -142,7 +143,7 @@ class Option:
             value = value.total_seconds()
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise self.refuse(name, f"seconds >= 0, a timedelta, or None for ever, not {value!r}")
         return float(value)
 
@@ -150,7 +151,7 @@ class Option:
         value = self.value(name)
         if isinstance(value, timedelta):
             value = value.total_seconds()
-        if not isinstance(value, (int, float)) or value < 1 or value != int(value):
+        if not isinstance(value, (int, float)) or not 1 <= value < math.inf or value != int(value):
             raise self.refuse(name, f"whole seconds >= 1 (brokers count in seconds), not {value!r}")
         return int(value)
 

@@ -72,7 +72,7 @@ class LockLost(LockError):
 
 
 class LockUnavailable(LockError):
-    """PostgreSQL could not be asked. Never a sign that somebody else holds the name.
+    """The lock could not be asked for. Never a sign that somebody else holds the name.
 
     ``args``: the reason.
     """
@@ -83,7 +83,7 @@ class LockUnavailable(LockError):
         super().__init__(reason)
 
     def __str__(self) -> str:
-        return f"PostgreSQL could not be asked for the lock: {self.args[0]}"
+        return f"the lock could not be asked for: {self.args[0]}"
 
 
 class LockSetupError(LockError):

@@ -118,7 +118,8 @@ def key_of(
         return TemplateKey(signature, lock_key)
     if callable(lock_key):
         return CallableKey(signature, lock_key)
-    if isinstance(lock_key, Collection) and all(isinstance(name, str) for name in lock_key):
+    is_list = isinstance(lock_key, Collection) and not isinstance(lock_key, (bytes, bytearray, Mapping))
+    if is_list and all(isinstance(name, str) for name in lock_key):
         return ArgumentsKey(signature, lock_key)
     raise TypeError(f"a template, a list of argument names, a callable or None, not {lock_key!r}")
 
@@ -178,9 +179,9 @@ class TemplateKey(Key):
 
     def check_separators(self, template: str) -> None:
         for literal in self.literals[1:-1]:
-            if not set(literal) & set(self.punctuation):
+            if not set(literal) & set(self.punctuation.replace("%", "")):
                 raise LockKeyError(
-                    f"two placeholders of {template!r} have no punctuation between them, so that different"
+                    f"two placeholders of {template!r} have no punctuation (but %) between them, so that different"
                     " arguments could give one name: write <a>:<b>"
                 )
 
