@@ -1,1 +1,167 @@
-def write_picture(verdict, path): return path
+"""The play as a page that needs nothing but itself: a lane for each worker process, a colour for each tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from string import Template
+
+from .history import History, Lane, Run
+from .records import Record
+from .style import COLOURS, letter
+from .verdict import Verdict, milliseconds
+
+WIDTH, LEFT, TOP = 1200, 56, 30
+BAR, LANE, GAP = 24, 42, 14  # heights: a bar, the lane that holds it and its conflicts, the space between workers
+
+SIGNS = (
+    ('<circle cx="7" cy="7" r="4" fill="currentColor"/>', "conflict, skipped"),
+    ('<circle cx="7" cy="7" r="4" class="retry" stroke="currentColor"/>', "conflict, tried again later"),
+    ('<path class="kill" d="M3 3l8 8m0-8l-8 8"/>', "killed in mid-body"),
+)
+
+
+def write_picture(verdict: Verdict, path: Path) -> Path:
+    """Write the page and return its whole path."""
+    template = Template(Path(__file__).with_name("picture.html").read_text(encoding="utf-8"))
+    page = template.substitute(
+        title="Three workers, twelve tenants" + ("" if verdict.locked else ", no locks"),
+        status="passed" if verdict.passed else "failed",
+        sentence=escape(" ".join(verdict.sentences())),
+        figures="".join(cards(verdict)),
+        svg="\n".join(Drawing(verdict.history).parts()),
+        legend="".join(legend()),
+        highlights="\n".join(highlights()),
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page, encoding="utf-8")
+    return path.resolve()
+
+
+def cards(verdict: Verdict) -> Iterator[str]:
+    for name, value, meaning in verdict.figures():
+        alarm = ' class="alarm"' if name == "overlaps" and value != "0" else ""
+        yield f"<div{alarm}><dt>{name}</dt><dd>{value}<small>{escape(meaning)}</small></dd></div>"
+
+
+def legend() -> Iterator[str]:
+    for tenant, colour in COLOURS.items():
+        yield f'<li class="tenant t-{tenant}" style="background:{colour}">{tenant}</li>'
+    for sign, meaning in SIGNS:
+        yield f'<li class="sign"><svg viewBox="0 0 14 14">{sign}</svg> {meaning}</li>'
+
+
+def highlights() -> Iterator[str]:
+    """While the pointer is on a tenant, the others stand back."""
+    for tenant in COLOURS:
+        yield f"  figure:has(.t-{tenant}:hover) .tenant:not(.t-{tenant}) {{ opacity: .15; }}"
+
+
+class Drawing:
+    """Places everything of a history in one SVG."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.per_second = (WIDTH - LEFT - 10) / max(history.end - history.begin, 1.0)
+        self.tops = dict(self._places())
+        self.height = max(self.tops.values(), default=TOP) + LANE + 8
+
+    def parts(self) -> Iterator[str]:
+        yield f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="timeline">'
+        yield from self._lanes()
+        yield from self._axis()
+        yield from (self._run(run) for run in self.history.runs)
+        yield from (self._clash(*pair) for pair in self.history.overlaps)
+        for lane in self.tops:
+            yield from self._conflicts(lane)
+        yield from self._kills()
+        yield "</svg>"
+
+    def _places(self) -> Iterator[tuple[Lane, int]]:
+        top, worker = TOP - GAP, ""
+        for lane in self.history.lanes:
+            top += GAP if lane[0] != worker else 0
+            worker = lane[0]
+            yield lane, top
+            top += LANE
+
+    def _x(self, at: float) -> float:
+        return round(LEFT + (at - self.history.begin) * self.per_second, 1)
+
+    def _clock(self, at: float) -> str:
+        return f"{at - self.history.begin:.2f} s"
+
+    def _axis(self) -> Iterator[str]:
+        for second in range(0, int(self.history.end - self.history.begin) + 1, 2):
+            x = self._x(self.history.begin + second)
+            yield f'<path class="grid" d="M{x} {TOP - 6}V{self.height - 8}"/>'
+            yield f'<text class="soft" x="{x}" y="14" text-anchor="middle">{second} s</text>'
+
+    def _lanes(self) -> Iterator[str]:
+        number, worker = 0, ""
+        for lane, top in self.tops.items():
+            number, worker = (number + 1 if lane[0] == worker else 1), lane[0]
+            yield f'<rect class="lane" x="{LEFT}" y="{top}" width="{WIDTH - LEFT}" height="{LANE - 4}" rx="6"/>'
+            text = f"{worker}.{number}<title>process {lane[1]} of {worker}</title>"
+            yield f'<text class="label" x="{LEFT - 10}" y="{top + 19}" text-anchor="end">{text}</text>'
+
+    def _run(self, run: Run) -> str:
+        end = self.history.end if run.end is None else run.end
+        x, y = self._x(run.start), self.tops[run.lane] + 3
+        width = max(3.0, self._x(end) - x - 1)
+        state = "killed" if run.killed else "ended"
+        title = f"{run.task} {run.tenant} on {run.worker}: {self._clock(run.start)} to {self._clock(end)}, {state}"
+        shape = f'x="{x}" y="{y}" width="{width:.1f}" height="{BAR}" rx="4" fill="{COLOURS[run.tenant]}"'
+        name = run.tenant if width > 42 else letter(run.tenant) if width > 11 else ""
+        text = f'<text class="name" x="{x + 5}" y="{y + 16}">{name}</text>'
+        return f'<g class="tenant t-{run.tenant}"><rect {shape}><title>{title}</title></rect>{text}</g>'
+
+    def _clash(self, one: Run, other: Run) -> str:
+        """Mark the time that two runs shared, on both."""
+        start = max(one.start, other.start)
+        end = min(self.history.end if run.end is None else run.end for run in (one, other))
+        x, width = self._x(start), max(2.0, self._x(end) - self._x(start) - 1)
+        title = f"<title>{one.tenant} is worked on twice for {milliseconds(end - start)}</title>"
+        bars = (
+            f'<rect class="clash" x="{x}" y="{self.tops[run.lane] + 3}" width="{width:.1f}" height="4">{title}</rect>'
+            for run in (one, other)
+        )
+        return f'<g class="tenant t-{one.tenant}">{"".join(bars)}</g>'
+
+    def _conflicts(self, lane: Lane) -> Iterator[str]:
+        last = 0.0
+        for record in self.history.of("skip", "retry"):
+            if (record.worker, record.pid) == lane:
+                # Those of one instant stand side by side.
+                last = max(self._x(record.at), last + 6)
+                yield self._conflict(record, last)
+
+    def _conflict(self, record: Record, x: float) -> str:
+        colour = COLOURS[record.tenant]
+        fill = f'class="retry" stroke="{colour}"' if record.what == "retry" else f'fill="{colour}"'
+        decision = "tried again later" if record.what == "retry" else "skipped"
+        title = f"{record.task} {record.tenant} met a conflict at {self._clock(record.at)}: {decision}"
+        y = self.tops[record.worker, record.pid] + BAR + 9
+        dot = f'<circle cx="{x:.1f}" cy="{y}" r="2.8" {fill}><title>{title}</title></circle>'
+        return f'<g class="tenant t-{record.tenant}">{dot}</g>'
+
+    def _kills(self) -> Iterator[str]:
+        for dead in self.history.killed:
+            x, y = self._x(dead.end or 0.0), self.tops[dead.lane] + 3 + BAR / 2
+            yield f'<path class="kill" d="M{x - 6} {y - 6}l12 12m0 -12l-12 12"/>'
+        for dead in self.history.killed[:1]:
+            yield from self._takeover(dead)
+
+    def _takeover(self, dead: Run) -> Iterator[str]:
+        """Lead the eye from the kill to the next run of the same tenant."""
+        x, y = self._x(dead.end or 0.0), self.tops[dead.lane] + 3 + BAR / 2
+        text = f"kill -9 {dead.worker}"
+        successor = self.history.next_after(dead)
+        if successor is not None:
+            to_x, to_y = self._x(successor.start), self.tops[successor.lane] + 3 + BAR / 2
+            bow = 26 if to_y > y else -26
+            yield f'<path class="takeover" d="M{x + 8} {y}C{x + 60} {y + bow} {to_x + 60} {to_y - bow} {to_x + 3} {to_y}"/>'
+            after = milliseconds(successor.start - (dead.end or 0.0))
+            text += f": {successor.worker} has {dead.tenant} {after} later"
+        yield f'<text class="alarm-text" x="{x + 12}" y="{y - 6}">{text}</text>'

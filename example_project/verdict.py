@@ -44,6 +44,19 @@ class Verdict:
         processes = f"at most, in any of the {len(self.sessions)} processes that opened one (pg_stat_activity)"
         yield "sessions", str(most), processes
 
+    @property
+    def passed(self) -> bool:
+        return not any(self.failures())
+
+    def sentences(self) -> Iterator[str]:
+        """Say what the play has shown."""
+        if not self.passed:
+            yield from (f"FAILED: {failure}." for failure in self.failures())
+        elif self.locked:
+            yield "No two runs were at one tenant at a time, and no message was lost."
+        else:
+            yield "Without locks, runs were at one tenant at a time: what the same play shows to be gone with them."
+
     def failures(self) -> Iterator[str]:
         """Yield each guarantee that did not hold."""
         history = self.history
