@@ -19,7 +19,6 @@ from . import signals
 from .delivery import ignores_result, publish_again
 from .execution import Execution
 from .locks.errors import LockError, LockNotAcquired, LockSetupError, LockUnavailable
-from .locks.hold import Hold
 from .locks.keys import LockId
 from .locks.session import Acquire, Answer
 from .options import MARKER, POLICIES
@@ -42,6 +41,8 @@ class Conflict:
     conflicts: int
     #: Seconds since the first of them.
     waited: float
+    #: Who holds it, in words, as far as PostgreSQL could tell at that moment.
+    holder: str | None = None
 
 
 def resolve(execution: Execution, asked: Acquire) -> Any:
@@ -62,14 +63,15 @@ def resolve_conflict(execution: Execution) -> Any:
         task_id=execution.request.id,
         conflicts=attempts.conflicts,
         waited=attempts.waited,
+        holder=execution.keeper.holder_of(hold.id),
     )
     decision = decide(execution, conflict)
     signals.lock_conflict.send(sender=execution.task, lock=hold, conflict=conflict, decision=decision)
     signals.send_event(execution.task, "task-lock-conflict", lock=hold.label, decision=decision)
     if decision == "skip":
-        return skip(execution)
+        return skip(execution, conflict)
     if decision == "raise" or execution.is_item or execution.request.is_eager:
-        tell(execution, "failing")
+        tell_conflict(execution, conflict, "failing")
         raise LockNotAcquired(hold.label, conflict.waited, conflict.conflicts)
     return retry(execution, conflict)
 
@@ -90,9 +92,9 @@ def decide(execution: Execution, conflict: Conflict) -> str:
 # Skipped.
 
 
-def marker_of(hold: Hold) -> dict[str, Any]:
+def marker_of(conflict: Conflict) -> dict[str, Any]:
     """What a skipped task returns: plain JSON, so that it looks the same from every result backend."""
-    return {"pglock": "skipped", "lock": hold.label}
+    return {"pglock": "skipped", "lock": conflict.lock, "holder": conflict.holder}
 
 
 def is_skipped(result: object) -> bool:
@@ -100,15 +102,15 @@ def is_skipped(result: object) -> bool:
     return isinstance(result, dict) and result.get("pglock") == "skipped"
 
 
-def skip(execution: Execution) -> Any:
+def skip(execution: Execution, conflict: Conflict) -> Any:
     result = execution.options.skip_result
     if result is not MARKER:
-        tell(execution, "skipped, going on with lock_skip_result")
+        tell_conflict(execution, conflict, "skipped, going on with lock_skip_result")
         return result
     if not something_follows(execution):
-        tell(execution, "skipped")
-        return marker_of(execution.hold)
-    tell(execution, "skipped, and what follows with it")
+        tell_conflict(execution, conflict, "skipped")
+        return marker_of(conflict)
+    tell_conflict(execution, conflict, "skipped, and what follows with it")
     return revoke(execution)
 
 
@@ -160,10 +162,10 @@ def retry(execution: Execution, conflict: Conflict) -> NoReturn:
     if options.max_wait is not None:
         left = options.max_wait - conflict.waited
         if left <= 0:
-            tell(execution, f"giving up after {conflict.waited:.0f} s")
+            tell_conflict(execution, conflict, f"giving up after {conflict.waited:.0f} s")
             raise refusal
         countdown = min(countdown, max(1, math.ceil(left)))
-    tell(execution, f"trying again in {countdown} s")
+    tell_conflict(execution, conflict, f"trying again in {countdown} s")
     signature = publish_again(execution.task, attempts, countdown)
     raise Retry(exc=refusal, when=countdown, sig=signature)  # type: ignore[arg-type]
 
@@ -198,11 +200,11 @@ def put_back(execution: Execution) -> NoReturn:
     nor a state of the first is touched.
     """
     if not execution.task.acks_late:
-        tell(execution, "dropped: this execution is under way elsewhere", held=False)
+        tell_second_delivery(execution, "dropped")
         raise Ignore("a second delivery of an execution under way")
     attempts = execution.attempts.after_meeting_itself()
     countdown = backoff(execution, attempts.copies)
-    tell(execution, f"put back for {countdown} s: this execution is under way elsewhere", held=False)
+    tell_second_delivery(execution, f"put back for {countdown} s")
     publish_again(execution.task, attempts, countdown)
     raise Ignore("a second delivery of an execution under way: put back until the first is over")
 
@@ -223,10 +225,20 @@ def backoff(execution: Execution, tries: int) -> int:
 # What is said about it.
 
 
-def tell(execution: Execution, outcome: str, *, held: bool = True) -> None:
-    reason = "is held by another" if held else "was not asked for"
-    extra = {**execution.extra, "conflicts": execution.attempts.conflicts + held}
-    logger.info("lock %r %s: %s", execution.hold.label, reason, outcome, extra=extra)
+def tell_conflict(execution: Execution, conflict: Conflict, outcome: str) -> None:
+    extra = {**execution.extra, "conflicts": conflict.conflicts, "holder": conflict.holder}
+    logger.info(
+        "lock %r is held by %s: %s", conflict.lock, conflict.holder or "another", outcome, extra=extra
+    )
+
+
+def tell_second_delivery(execution: Execution, outcome: str) -> None:
+    logger.info(
+        "task %s is under way elsewhere: its second delivery is %s",
+        execution.request.id,
+        outcome,
+        extra=execution.extra,
+    )
 
 
 WARN_EVERY = 10.0  # seconds: a server that is down meets every message of a queue

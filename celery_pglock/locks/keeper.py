@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from .errors import LockError, LockUnavailable
 from .hold import Hold, enter, leave
 from .interrupt import Interrupt
-from .session import Acquire, Answer, Ping, Release, Request, Session, SessionBroken
+from .keys import LockId
+from .session import Acquire, Answer, FindHolder, Ping, Release, Request, Session, SessionBroken
 from .settings import Settings
 from .watch import Watch
 
@@ -110,6 +111,12 @@ class Keeper:
             self._pay_at = time.monotonic() + OWED_WITHIN
             self._watch.wake()
 
+    def holder_of(self, id: LockId) -> str | None:
+        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked."""
+        question = FindHolder(id)
+        self._ask(question)
+        return question.holder
+
     def close(self) -> None:
         """Close the session, unless somebody still works under it: then the end of the process will."""
         with self._statement:
@@ -187,7 +194,7 @@ class Keeper:
         return self._session
 
     def _open_session(self) -> Session:
-        self._session = Session(self._settings, application_name())
+        self._session = open_session(self._settings)
         self._watch.look_at(self._session.socket)
         return self._session
 
@@ -295,6 +302,7 @@ class Owner:
 # This process.
 
 _keepers: dict[Settings, Keeper] = {}
+_proven: set[Settings] = set()
 _opening = threading.Lock()
 _one_at_a_time = False
 _name = socket.gethostname()
@@ -310,8 +318,32 @@ def keeper_for(settings: Settings) -> Keeper:
 
 
 def probe(settings: Settings) -> None:
-    """Connect once and check the server. Raises `LockSetupError` or `LockUnavailable`."""
-    Session(settings, application_name()).close("it was only asked whether it works")
+    """Connect and check the server. Raises `LockSetupError` or `LockUnavailable`."""
+    open_session(settings).close("it was only asked whether it works")
+
+
+def open_session(settings: Settings) -> Session:
+    """Open a session; the first one for a database has to prove that its locks exclude another session.
+
+    What a worker's main process has proved at its start, its children need not prove again.
+    """
+    session = Session(settings, application_name())
+    if settings in _proven:
+        return session
+    try:
+        other = Session(settings, application_name())
+        try:
+            session.prove_exclusion(other)
+        finally:
+            other.close("its work is done")
+    except SessionBroken as exc:
+        session.close("it could not be tried out")
+        raise LockUnavailable(str(exc)) from exc
+    except BaseException:
+        session.close("it could not be tried out")
+        raise
+    _proven.add(settings)
+    return session
 
 
 def serve_one_at_a_time() -> None:

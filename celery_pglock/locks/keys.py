@@ -181,8 +181,8 @@ class TemplateKey(Key):
         for literal in self.literals[1:-1]:
             if not set(literal) & set(self.punctuation.replace("%", "")):
                 raise LockKeyError(
-                    f"two placeholders of {template!r} have no punctuation (but %) between them, so that different"
-                    " arguments could give one name: write <a>:<b>"
+                    f"two placeholders of {template!r} have no punctuation (but %) between them, so that"
+                    " different arguments could give one name: write <a>:<b>"
                 )
 
     def parse(self, inner: str) -> tuple[str, list[str | int], str]:

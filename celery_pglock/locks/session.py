@@ -31,12 +31,16 @@ from psycopg.generators import execute
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
+from .holders import holder_query, id_from_pg_locks
 from .keys import LockId
 from .settings import Settings
 
 __all__ = ["Acquire", "Answer", "Release", "Session", "SessionBroken"]
 
 CONNECT_TIMEOUT = 5  # seconds: libpq's own default is to wait for ever
+
+#: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
+PROOF_SUBSYSTEM = 0x70676C6B
 
 #: Limits that a role or a database may set, and that would end a quiet holder or a statement of ours.
 #: Not every release has all of them.
@@ -85,6 +89,14 @@ class Acquire:
 
 
 @dataclass(eq=False)
+class FindHolder:
+    """Ask who holds an id, in words."""
+
+    id: LockId
+    holder: str | None = None
+
+
+@dataclass(eq=False)
 class Ping:
     """Ask for a sign of life. Owed unlocks ride along."""
 
@@ -96,7 +108,7 @@ class Release:
     hold: Hold
 
 
-Request = Acquire | Release | Ping
+Request = Acquire | Release | FindHolder | Ping
 
 
 class Session:
@@ -164,6 +176,21 @@ class Session:
         """Seconds since the last answer."""
         return time.monotonic() - self._answered_at
 
+    def prove_exclusion(self, other: Session) -> None:
+        """Let another session try what this one holds. Raises `LockSetupError` if it gets it.
+
+        Some servers that speak PostgreSQL's protocol answer true to everybody.
+        """
+        hold, rival = (Acquire(Hold(LockId(PROOF_SUBSYSTEM, os.getpid() % 2**31))) for _ in range(2))
+        self.perform([hold])
+        other.perform([rival])
+        self.perform([Release(hold.hold)])
+        if hold.answer is Answer.GRANTED and rival.answer is Answer.GRANTED:
+            raise LockSetupError(
+                "the advisory locks of the server of pglock_database_url do not exclude: it granted one"
+                " lock to two sessions. Name a PostgreSQL server"
+            )
+
     def owe(self, hold: Hold) -> None:
         """Release a hold with the next statement, whatever that will be."""
         self._owed.append(hold)
@@ -227,7 +254,9 @@ class Session:
             return self._plan_release(request.hold)
         if isinstance(request, Acquire):
             return self._plan_acquire(request)
-        return "true", lambda _: None
+        if isinstance(request, FindHolder):
+            return self._plan_finding(request)
+        return "true", ignore
 
     def _plan_release(self, hold: Hold) -> Column | None:
         if self._holds.get(hold.id) is not hold:
@@ -235,8 +264,8 @@ class Session:
         del self._holds[hold.id]
         self._leaving.append(hold)
 
-        def settle(unlocked: bool | None) -> None:
-            if unlocked:
+        def settle(unlocked: bytes | None) -> None:
+            if BOOLEANS[unlocked]:
                 hold._released()
             else:
                 hold._lost("PostgreSQL did not know it any more")
@@ -256,7 +285,8 @@ class Session:
         asked = [each for each in (identity, None if taken else hold) if each is not None]
         self._holds.update((each.id, each) for each in asked)
 
-        def settle(granted: bool | None) -> None:
+        def settle(value: bytes | None) -> None:
+            granted = BOOLEANS[value]
             request.answer = ANSWERS[granted]
             if identity is not None and granted is not None:
                 identity._granted()
@@ -269,11 +299,17 @@ class Session:
             question = f"CASE WHEN pg_try_advisory_lock({sql(identity.id)}) THEN {question} END"
         return question, settle
 
+    def _plan_finding(self, request: FindHolder) -> Column:
+        def settle(holder: bytes | None) -> None:
+            request.holder = None if holder is None else holder.decode(errors="replace")
+
+        return holder_query(request.id), settle
+
     def _execute(self, columns: Sequence[Column]) -> None:
         if columns:
             row = self._query("SELECT " + ", ".join(column for column, _ in columns))[0]
             for (_, settle), value in zip(columns, row, strict=True):
-                settle(BOOLEANS[value])
+                settle(value)
         self._leaving.clear()
 
     def _query(self, statement: str) -> list[list[bytes | None]]:
@@ -328,7 +364,12 @@ class Session:
             )
 
 
-Column = tuple[str, Callable[[bool | None], None]]
+Column = tuple[str, Callable[[bytes | None], None]]
+
+
+def ignore(_: bytes | None) -> None:
+    """Settle nothing: the answer as such is the sign of life."""
+
 
 BOOLEANS = {b"t": True, b"f": False, None: None}
 
@@ -388,17 +429,6 @@ def sql(id: LockId) -> str:
     Quoted, since a bare negative number is an operator at work for the parser.
     """
     return ", ".join(f"'{key}'" for key in id)
-
-
-def id_from_pg_locks(classid: int, objid: int, objsubid: int) -> LockId:
-    """``pg_locks`` shows unsigned halves; ``objsubid`` tells one 64-bit key (1) from a pair (2)."""
-    if objsubid == 1:
-        return LockId(signed(classid << 32 | objid, 64))
-    return LockId(signed(classid, 32), signed(objid, 32))
-
-
-def signed(number: int, bits: int) -> int:
-    return number - (1 << bits) if number >> (bits - 1) else number
 
 
 def is_broken(connection: psycopg.Connection[Any], exc: psycopg.Error) -> bool:
