@@ -12,7 +12,9 @@ import pytest
 PACKAGE = Path(importlib.util.find_spec("celery_pglock").origin).parent
 LATE_ONLY = {"gevent", "greenlet", "eventlet"}
 
-locks = pytest.mark.parametrize("module", sorted((PACKAGE / "locks").glob("*.py")), ids=lambda path: path.name)
+locks = pytest.mark.parametrize(
+    "module", sorted((PACKAGE / "locks").glob("*.py")), ids=lambda path: path.name
+)
 
 
 def imports_of(module: Path) -> list[tuple[str, bool]]:

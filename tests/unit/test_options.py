@@ -218,8 +218,8 @@ class KeyOfTenant:
 @pytest.mark.parametrize(
     "lock_key",
     [
-        lambda tenant_id, full=False: f"t{tenant_id}",
-        staticmethod(lambda tenant_id, full=False: f"t{tenant_id}"),
+        lambda tenant_id: f"t{tenant_id}",
+        staticmethod(lambda tenant_id: f"t{tenant_id}"),
         functools.partial("t{0}".format),
         KeyOfTenant(),
         KeyOfTenant().__call__,
@@ -291,11 +291,14 @@ def test_a_wrapper_behind_the_lock_is_kept(app: Celery) -> None:
 def test_a_wrapper_in_front_of_the_lock_is_kept_or_refused(app: Celery, lock_enabled: bool) -> None:
     """``class T(ContextTask, AdvisoryLockedTask)``: never silently unlocked, nor without its context."""
     base = type("Both", (ContextTask, AdvisoryLockedTask), {"abstract": True})
+    refusal = ""
     try:
         task = bound(app, add_one, base=base, lock_enabled=lock_enabled)
-    except ImproperlyConfigured as refusal:
-        assert "ContextTask" in str(refusal)
-        assert "class LockedTask(AdvisoryLockedTask, ThatClass)" in str(refusal)
+    except ImproperlyConfigured as error:
+        refusal = str(error)
+    if refusal:
+        assert "ContextTask" in refusal
+        assert "class LockedTask(AdvisoryLockedTask, ThatClass)" in refusal
     else:
         assert task(5) == ("context", 6)
 
