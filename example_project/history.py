@@ -97,3 +97,7 @@ class History:
         """The next run of a killed run's tenant."""
         later = (run for run in self.runs if run.tenant == dead.tenant and run.start > dead.start)
         return next(later, None)
+
+    def is_second_try(self, run: Run) -> bool:
+        """Whether it is the run of a killed run's message."""
+        return not run.killed and any(dead.id == run.id for dead in self.killed)

@@ -19,6 +19,7 @@ SIGNS = (
     ('<circle cx="7" cy="7" r="4" fill="currentColor"/>', "conflict, skipped"),
     ('<circle cx="7" cy="7" r="4" class="retry" stroke="currentColor"/>', "conflict, tried again later"),
     ('<path class="kill" d="M3 3l8 8m0-8l-8 8"/>', "killed in mid-body"),
+    ('<path d="M11.5 7a4.5 4.5 0 1 1-1.6-3.4M10.2 1v3h-3" fill="none" stroke="currentColor"/>', "its message again"),
 )
 
 
@@ -102,20 +103,34 @@ class Drawing:
         number, worker = 0, ""
         for lane, top in self.tops.items():
             number, worker = (number + 1 if lane[0] == worker else 1), lane[0]
-            yield f'<rect class="lane" x="{LEFT}" y="{top}" width="{WIDTH - LEFT}" height="{LANE - 4}" rx="6"/>'
+            begin, end = self._life(worker)
+            yield f'<rect class="lane" x="{begin}" y="{top}" width="{end - begin:.1f}" height="{LANE - 4}" rx="6"/>'
             text = f"{worker}.{number}<title>process {lane[1]} of {worker}</title>"
             yield f'<text class="label" x="{LEFT - 10}" y="{top + 19}" text-anchor="end">{text}</text>'
+
+    def _life(self, worker: str) -> tuple[float, float]:
+        """From where to where a worker's lanes go."""
+        begin = (self._x(each.at) for each in self.history.of("ready") if each.worker == worker)
+        end = (self._x(each.at) for each in self.history.of("kill") if each.worker == worker)
+        return max(LEFT, next(begin, LEFT)), next(end, WIDTH)
 
     def _run(self, run: Run) -> str:
         end = self.history.end if run.end is None else run.end
         x, y = self._x(run.start), self.tops[run.lane] + 3
         width = max(3.0, self._x(end) - x - 1)
-        state = "killed" if run.killed else "ended"
-        title = f"{run.task} {run.tenant} on {run.worker}: {self._clock(run.start)} to {self._clock(end)}, {state}"
-        shape = f'x="{x}" y="{y}" width="{width:.1f}" height="{BAR}" rx="4" fill="{COLOURS[run.tenant]}"'
         name = run.tenant if width > 42 else letter(run.tenant) if width > 11 else ""
+        if self.history.is_second_try(run):
+            name += " \N{CLOCKWISE OPEN CIRCLE ARROW}"
+        title = f"{run.task} {run.tenant} on {run.worker}: {self._clock(run.start)} to {self._clock(end)}, "
+        title += self._fate(run)
+        shape = f'x="{x}" y="{y}" width="{width:.1f}" height="{BAR}" rx="4" fill="{COLOURS[run.tenant]}"'
         text = f'<text class="name" x="{x + 5}" y="{y + 16}">{name}</text>'
         return f'<g class="tenant t-{run.tenant}"><rect {shape}><title>{title}</title></rect>{text}</g>'
+
+    def _fate(self, run: Run) -> str:
+        if run.killed:
+            return "killed"
+        return "the killed worker's message once more" if self.history.is_second_try(run) else "to its end"
 
     def _clash(self, one: Run, other: Run) -> str:
         """Mark the time that two runs shared, on both."""

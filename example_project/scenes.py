@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 from .history import Run
 from .stage import Stage
@@ -27,16 +26,16 @@ def crash(stage: Stage) -> None:
 
     await_quiet(stage)
     victim = begin_trainings(stage)
-    held = stage.locks_held_by(victim.pid)
+    locked = stage.locks_held_by(victim.pid)
     at = stage.kill(victim.worker)
+    stage.send(train, victim.tenant, 0.8)
+    if locked:
+        stage.await_release(victim.pid, at)
     stage.progress.say(stage.progress.style.alarm(f"kill -9 {victim.worker}, which was training {victim.tenant}"))
-    successor = None
-    while successor is None:
-        if held and stage.freed_after is None and not stage.locks_held_by(victim.pid):
-            stage.freed_after = time.monotonic() - at
+    while (successor := stage.history.next_after(victim)) is None:
+        # What comes too early is skipped, and what was sent to the dead worker waits for the broker.
         stage.send(train, victim.tenant, 0.8)
         stage.pause(0.02)
-        successor = stage.history.next_after(victim)
     stage.progress.say(f"{successor.worker} took {victim.tenant}; a fresh worker comes up")
     stage.start_workers("w4")
 

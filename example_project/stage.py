@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-SESSIONS = r"SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pglock %@%'"
+# The package's sessions say in their application_name whose they are: "pglock <worker> <process id>".
+SESSIONS = "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pglock %@%'"
 LOCKS_OF_A_PROCESS = """
     SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid)
     WHERE locktype = 'advisory' AND granted AND application_name LIKE 'pglock %%@%% ' || %s
@@ -86,9 +87,9 @@ class Stage:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.workers: dict[str, Worker] = {}
-        #: The most sessions that were seen at a time, by their application_name.
-        self.sessions: Counter[str] = Counter()
-        #: Seconds from the kill until PostgreSQL showed no lock of the dead any more.
+        #: The most sessions that were seen at a time, by the process that had them.
+        self.sessions: Counter[int] = Counter()
+        #: Seconds from the kill until PostgreSQL saw no lock of the dead process any more.
         self.freed_after: float | None = None
         self._exit = ExitStack()
         self._signal: int | None = None
@@ -183,6 +184,12 @@ class Stage:
         row = self._observer.execute(LOCKS_OF_A_PROCESS, [str(pid)]).fetchone()
         return row[0] if row else 0
 
+    def await_release(self, pid: int, since: float) -> None:
+        """Ask back to back, until PostgreSQL sees no lock of a dead process."""
+        while self.locks_held_by(pid):
+            self.check()
+        self.freed_after = time.monotonic() - since
+
     def pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         self.wait(lambda: time.monotonic() >= until, "time to pass", seconds + 60)
@@ -202,6 +209,6 @@ class Stage:
         if time.monotonic() - self._looked_at < 0.25:
             return
         self._looked_at = time.monotonic()
-        seen = Counter(name for (name,) in self._observer.execute(SESSIONS))
-        self.sessions |= seen
+        names = [name for (name,) in self._observer.execute(SESSIONS)]
+        self.sessions |= Counter(int(name.rpartition(" ")[2]) for name in names)
         self.progress.show(self.history)
