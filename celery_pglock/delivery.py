@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from celery import states
@@ -45,7 +45,8 @@ class Attempts:
         header = (request.headers or {}).get(HEADER)
         if not header:
             return FIRST
-        attempts = cls(**header)
+        # A newer release may have more to say, while old and new workers run together.
+        attempts = cls(**{field.name: header[field.name] for field in fields(cls) if field.name in header})
         if attempts.failed_at is None or attempts.since is None:
             return attempts
         return replace(attempts, since=attempts.since + time.time() - attempts.failed_at, failed_at=None)

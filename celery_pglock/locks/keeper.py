@@ -119,9 +119,14 @@ class Keeper:
 
     def close(self) -> None:
         """Close the session, unless somebody still works under it: then the end of the process will."""
-        with self._statement:
+        # Not behind a statement that a silent server does not answer: the process is about to end.
+        if not self._statement.acquire(timeout=1.0):
+            return
+        try:
             if self._session is not None and self._session.idle:
                 self._drop_session("the process ended")
+        finally:
+            self._statement.release()
 
     def disown(self) -> None:
         """Give up what a forked child has inherited."""

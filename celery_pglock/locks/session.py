@@ -146,11 +146,6 @@ class Session:
         return all(hold in self._owed for hold in self._holds.values())
 
     @property
-    def owes(self) -> bool:
-        """Whether there are unlocks that wait for the next statement."""
-        return bool(self._owed)
-
-    @property
     def socket(self) -> int:
         """The descriptor of the connection's socket."""
         return self._connection.fileno()
