@@ -43,6 +43,7 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Begin without sessions and settings of other tests."""
     monkeypatch.setattr(keeper_module, "_one_at_a_time", False)
     monkeypatch.setattr(keeper_module, "_keepers", {})
+    monkeypatch.setattr(keeper_module, "_proven", set())
     yield
     keeper_module.close_all()
 
