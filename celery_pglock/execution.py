@@ -21,7 +21,7 @@ from celery.exceptions import Ignore, Reject, TaskPredicate
 from . import signals
 from .delivery import HEADER, Attempts, finished_before
 from .locks.errors import LockUnavailable
-from .locks.hold import Hold
+from .locks.hold import Hold, enter, leave
 from .locks.keeper import keeper_for
 from .locks.keys import LockId, id_of
 from .locks.session import Acquire, Answer
@@ -61,7 +61,6 @@ class Execution:
         self._kept_back: list[Callable[[], Any]] = []
         self._started = False
         self._goes_on = options.on_lost == "continue"
-        self._under_the_hold = self.keeper.under(self.hold, tolerate_loss=self._goes_on)
         if self.identity is not None:
             _unsettled.set(self)
 
@@ -88,18 +87,21 @@ class Execution:
 
     def __enter__(self) -> None:
         _executions.set((*_executions.get(), self))
-        self._under_the_hold.__enter__()
+        enter(self.hold)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        leave(self.hold)
         try:
-            self._under_the_hold.__exit__(kind, error, traceback)
+            self.keeper.release(self.hold)
         finally:
             _executions.set(tuple(each for each in _executions.get() if each is not self))
             self._tell_end()
             for publish in self._kept_back:
                 publish()
+        if error is None and not self._goes_on:
+            self.hold.check()
 
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""
@@ -118,7 +120,7 @@ class Execution:
 
     def interruptible(self) -> AbstractContextManager[None]:
         """What the body runs in: it is stopped when the lock is lost, unless its task wants to go on."""
-        return nullcontext() if self._goes_on else self.keeper.interrupting(self.hold)
+        return nullcontext() if self._goes_on else self.keeper.interrupt_for(self.hold)
 
     def runs_again_after(self, error: Exception) -> bool:
         """Whether an execution that ended with this error lost its lock, and is to be published again.

@@ -35,15 +35,20 @@ class LockInterrupt(BaseException):
 
 
 class Interrupt:
-    """Arms the running code for as long as the block lasts: when its hold is lost it can be stopped."""
+    """Arms the running code for as long as the block lasts: when its hold is lost it can be stopped.
 
-    def __init__(self, hold: Hold) -> None:
+    While armed it is a member of ``register``, where the watch finds it.
+    """
+
+    def __init__(self, hold: Hold, register: set[Interrupt]) -> None:
         self.hold = hold
+        self._register = register
         self._armed = False
         self._guard = threading.Lock()
         self._throw, self._recall = way_into_this_code()
 
     def __enter__(self) -> None:
+        self._register.add(self)
         self._armed = True
 
     def __exit__(
@@ -52,6 +57,7 @@ class Interrupt:
         interrupted = kind is not None and issubclass(kind, LockInterrupt)
         while True:
             try:
+                self._register.discard(self)
                 with self._guard:
                     self._armed = False
                     self._recall()
@@ -88,41 +94,42 @@ def way_into_this_code() -> tuple[Throw, Recall]:
     if is_patched_by("eventlet"):
         return way_into_eventlet(), nothing
     if threading.current_thread() is threading.main_thread():
-        install_handler()
-        return throw_by_signal, nothing
+        handler.install()
+        return handler.throw, nothing
     return way_into_thread(threading.get_ident())
 
 
 # The main thread: a signal.
 
-_interrupted: list[Interrupt] = []
-
-
-def throw_by_signal(interrupt: Interrupt) -> None:
-    """Leave the interrupt to the handler and wake the main thread, wherever it waits."""
-    _interrupted.append(interrupt)
-    signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
-
 
 class Handler:
-    """Handles the signal: raises in a body that is to stop, and leaves all others to who was there before."""
+    """Handles the signal: raises in a body that is to stop, and leaves all else to who was there before."""
 
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
+    def __init__(self) -> None:
+        self.stopped: list[Interrupt] = []
+        self.previous: Any = None
+        self.installed = False
+
+    def install(self) -> None:
+        """Take the signal over, once: not before a body runs, since billiard resets signals at its start."""
+        if not self.installed:
+            self.previous = signal.signal(SIGNAL, self)
+            self.installed = True
+
+    def throw(self, interrupt: Interrupt) -> None:
+        """Wake the main thread, wherever it waits."""
+        self.stopped.append(interrupt)
+        signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        due, _interrupted[:] = [each for each in _interrupted if each.due], []
-        if due:
+        stopped, self.stopped = self.stopped, []
+        if any(interrupt.due for interrupt in stopped):
             raise LockInterrupt
-        if callable(self.previous):
+        if not stopped and callable(self.previous):
             self.previous(number, frame)
 
 
-def install_handler() -> None:
-    """Install the handler, unless it is there. Billiard resets signals after its own initializers."""
-    current = signal.getsignal(SIGNAL)
-    if not isinstance(current, Handler):
-        signal.signal(SIGNAL, Handler(current))
+handler = Handler()
 
 
 # Another thread: an exception at its next bytecode.

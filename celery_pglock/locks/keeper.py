@@ -19,11 +19,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from .errors import LockError, LockUnavailable
-from .hold import Hold, enter, leave
+from .hold import Hold
 from .interrupt import Interrupt
 from .keys import LockId
 from .session import Acquire, Answer, FindHolder, Ping, Release, Request, Session, SessionBroken
@@ -53,31 +52,9 @@ class Keeper:
         #: When owed unlocks have waited long enough.
         self._pay_at: float | None = None
 
-    @contextmanager
-    def under(self, hold: Hold, *, tolerate_loss: bool = False) -> Iterator[None]:
-        """Work under a hold that is acquired inside: released at the end, whatever happens.
-
-        Raises `LockLost` if it was lost on the way, unless the block has an error of its own.
-        """
-        enter(hold)
-        try:
-            yield
-        finally:
-            leave(hold)
-            self.release(hold)
-        if not tolerate_loss:
-            hold.check()
-
-    @contextmanager
-    def interrupting(self, hold: Hold) -> Iterator[None]:
-        """Stop what runs inside when the hold is lost. Raises `LockLost` then."""
-        interrupt = Interrupt(hold)
-        self._running.add(interrupt)
-        try:
-            with interrupt:
-                yield
-        finally:
-            self._running.discard(interrupt)
+    def interrupt_for(self, hold: Hold) -> Interrupt:
+        """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then."""
+        return Interrupt(hold, self._running)
 
     def acquire(self, hold: Hold, identity: Hold | None = None) -> Acquire:
         """Try to acquire a hold, once and without waiting. The answer stands on what is returned.
@@ -137,19 +114,13 @@ class Keeper:
     # Questions and answers.
 
     def _ask(self, request: Request) -> None:
-        if not _one_at_a_time:
-            self._owner.ask(request)
-            return
-        try:
+        if _one_at_a_time:
             self._answer([request])
-        except BaseException:
-            # Interrupted inside a statement: what the server made of it is unknown.
-            with self._statement:
-                self._drop_session("its task was interrupted while PostgreSQL was asked")
-            raise
+        else:
+            self._owner.ask(request)
 
     def _answer(self, requests: Sequence[Request]) -> None:
-        """Answer requests. Whatever goes wrong becomes the answer of those who asked."""
+        """Answer requests. Whatever goes wrong at the server becomes the answer of those who asked."""
         with self._statement:
             try:
                 self._perform(requests)
@@ -157,6 +128,10 @@ class Keeper:
                 # A server restart between two tasks costs nothing. Releases need no second try: what the
                 # broken session held is free.
                 self._perform_anew([request for request in requests if isinstance(request, Acquire)])
+            except BaseException:
+                # Interrupted inside a statement: what the server made of it is unknown.
+                self._drop_session("its task was interrupted while PostgreSQL was asked")
+                raise
 
     def _perform_anew(self, requests: Sequence[Acquire]) -> None:
         try:
