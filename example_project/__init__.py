@@ -1,1 +1,1 @@
-"""A multi-tenant training pipeline on celery-pglock, played live: run ``make demo``, read `pipeline` first."""
+"""A multi-tenant training pipeline, played live by `make demo`. Read `pipeline` first, then `scenes`."""

@@ -1,4 +1,4 @@
-"""The play as a page that needs nothing but itself: a lane for each worker process, a colour for each tenant."""
+"""The play as a page that needs nothing but itself: lanes for worker processes, colours for tenants."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from .style import COLOURS, letter
 from .verdict import Verdict, milliseconds
 
 WIDTH, LEFT, TOP = 1200, 56, 30
-BAR, LANE, GAP = 24, 42, 14  # heights: a bar, the lane that holds it and its conflicts, the space between workers
+BAR, LANE, GAP = (
+    24,
+    42,
+    14,
+)  # heights: a bar, the lane that holds it and its conflicts, the space between workers
 
 SIGNS = (
     ('<circle cx="7" cy="7" r="4" fill="currentColor"/>', "conflict, skipped"),
     ('<circle cx="7" cy="7" r="4" class="retry" stroke="currentColor"/>', "conflict, tried again later"),
     ('<path class="kill" d="M3 3l8 8m0-8l-8 8"/>', "killed in mid-body"),
-    ('<path d="M11.5 7a4.5 4.5 0 1 1-1.6-3.4M10.2 1v3h-3" fill="none" stroke="currentColor"/>', "its message again"),
+    (
+        '<path d="M11.5 7a4.5 4.5 0 1 1-1.6-3.4M10.2 1v3h-3" fill="none" stroke="currentColor"/>',
+        "its message again",
+    ),
 )
 
 
@@ -104,7 +111,8 @@ class Drawing:
         for lane, top in self.tops.items():
             number, worker = (number + 1 if lane[0] == worker else 1), lane[0]
             begin, end = self._life(worker)
-            yield f'<rect class="lane" x="{begin}" y="{top}" width="{end - begin:.1f}" height="{LANE - 4}" rx="6"/>'
+            place = f'x="{begin}" y="{top}" width="{end - begin:.1f}" height="{LANE - 4}"'
+            yield f'<rect class="lane" {place} rx="6"/>'
             text = f"{worker}.{number}<title>process {lane[1]} of {worker}</title>"
             yield f'<text class="label" x="{LEFT - 10}" y="{top + 19}" text-anchor="end">{text}</text>'
 
@@ -138,10 +146,9 @@ class Drawing:
         end = min(self.history.end if run.end is None else run.end for run in (one, other))
         x, width = self._x(start), max(2.0, self._x(end) - self._x(start) - 1)
         title = f"<title>{one.tenant} is worked on twice for {milliseconds(end - start)}</title>"
-        bars = (
-            f'<rect class="clash" x="{x}" y="{self.tops[run.lane] + 3}" width="{width:.1f}" height="4">{title}</rect>'
-            for run in (one, other)
-        )
+        place = f'x="{x}" width="{width:.1f}" height="4"'
+        tops = (self.tops[run.lane] + 3 for run in (one, other))
+        bars = (f'<rect class="clash" {place} y="{top}">{title}</rect>' for top in tops)
         return f'<g class="tenant t-{one.tenant}">{"".join(bars)}</g>'
 
     def _conflicts(self, lane: Lane) -> Iterator[str]:
@@ -176,7 +183,8 @@ class Drawing:
         if successor is not None:
             to_x, to_y = self._x(successor.start), self.tops[successor.lane] + 3 + BAR / 2
             bow = 26 if to_y > y else -26
-            yield f'<path class="takeover" d="M{x + 8} {y}C{x + 60} {y + bow} {to_x + 60} {to_y - bow} {to_x + 3} {to_y}"/>'
+            curve = f"M{x + 8} {y}C{x + 60} {y + bow} {to_x + 60} {to_y - bow} {to_x + 3} {to_y}"
+            yield f'<path class="takeover" d="{curve}"/>'
             after = milliseconds(successor.start - (dead.end or 0.0))
             text += f": {successor.worker} has {dead.tenant} {after} later"
         yield f'<text class="alarm-text" x="{x + 12}" y="{y - 6}">{text}</text>'

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 #: The environment's name for the file.
@@ -25,14 +25,11 @@ class Record:
     task: str = ""
     id: str = ""
     worker: str = ""
-    pid: int = 0
-    at: float = 0.0
+    pid: int = field(default_factory=os.getpid)
+    at: float = field(default_factory=time.monotonic)
 
 
-def write(
-    what: str, tenant: str = "", task: str = "", id: str = "", worker: str = "", at: float | None = None
-) -> None:
-    record = Record(what, tenant, task, id, worker, os.getpid(), time.monotonic() if at is None else at)
+def write(record: Record) -> None:
     line = json.dumps(asdict(record)) + "\n"
     file = os.open(os.environ[FILE], os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o644)
     try:

@@ -26,14 +26,11 @@ def crash(stage: Stage) -> None:
 
     await_quiet(stage)
     victim = begin_trainings(stage)
-    locked = stage.locks_held_by(victim.pid)
-    at = stage.kill(victim.worker)
-    stage.send(train, victim.tenant, 0.8)
-    if locked:
-        stage.await_release(victim.pid, at)
-    stage.progress.say(stage.progress.style.alarm(f"kill -9 {victim.worker}, which was training {victim.tenant}"))
+    stage.kill(victim)
+    stage.progress.say(
+        stage.progress.style.alarm(f"kill -9 {victim.worker}, which was training {victim.tenant}")
+    )
     while (successor := stage.history.next_after(victim)) is None:
-        # What comes too early is skipped, and what was sent to the dead worker waits for the broker.
         stage.send(train, victim.tenant, 0.8)
         stage.pause(0.02)
     stage.progress.say(f"{successor.worker} took {victim.tenant}; a fresh worker comes up")

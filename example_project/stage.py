@@ -20,12 +20,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import psycopg
+
 from localservers import PostgreSQL, Redis
 from localservers.process import Server
 
 from . import records
-from .history import History
+from .history import History, Run
 from .progress import Progress
+from .records import Record
 
 if TYPE_CHECKING:
     from celery import Task
@@ -61,9 +63,8 @@ class Worker(Server):
         self.name = name
 
     def kill(self) -> None:
-        """SIGKILL the main process and its children at once, and wait for its end."""
+        """SIGKILL the main process and its children at once, as the loss of a machine would."""
         os.killpg(self.pid, signal.SIGKILL)
-        self.stop()
 
     def log_tail(self) -> str:
         return self._log_tail()
@@ -74,8 +75,8 @@ class Worker(Server):
         return [*worker, "-n", f"{self.name}@demo", "-l", "INFO", "--without-mingle", "--without-gossip"]
 
     def _environment(self) -> Mapping[str, str]:
-        # It runs in a folder of its own, where a relative path leads nowhere.
-        return {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        # It runs in a folder of its own, where a relative path leads nowhere, and leaves its files there.
+        return {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder)}
 
     def _is_ready(self) -> bool:
         return True  # the stage starts all of them, and then waits for all
@@ -168,27 +169,31 @@ class Stage:
     def send(self, task: Task, tenant: str, seconds: float) -> str:
         """Publish a message and return its id."""
         id = task.delay(tenant, round(seconds, 2)).id
-        records.write("sent", tenant, task.name.rpartition(".")[2], id)
+        records.write(Record("sent", tenant, task.name.rpartition(".")[2], id))
         return id
 
-    def kill(self, name: str) -> float:
-        """End a worker and all its processes by SIGKILL; return when."""
-        worker = self.workers.pop(name)
+    def kill(self, victim: Run) -> None:
+        """End the worker of a run by SIGKILL, and see when the locks of the run's process are free."""
+        worker = self.workers.pop(victim.worker)
+        locked = self.locks_held_by(victim.pid)
         at = time.monotonic()
         worker.kill()
-        records.write("kill", worker=name, at=at)
-        return at
+        if locked:
+            self._await_release(victim.pid, at)
+        records.write(Record("kill", worker=victim.worker, at=at))
+        # Redis hands a message to a connection that nobody reads any more, as long as it is open.
+        worker.stop()
+
+    def _await_release(self, pid: int, since: float) -> None:
+        """Ask back to back, until PostgreSQL sees no lock of a dead process any more."""
+        while self.locks_held_by(pid):
+            self.check()
+        self.freed_after = time.monotonic() - since
 
     def locks_held_by(self, pid: int) -> int:
         """How many advisory locks PostgreSQL sees with the sessions of a process."""
         row = self._observer.execute(LOCKS_OF_A_PROCESS, [str(pid)]).fetchone()
         return row[0] if row else 0
-
-    def await_release(self, pid: int, since: float) -> None:
-        """Ask back to back, until PostgreSQL sees no lock of a dead process."""
-        while self.locks_held_by(pid):
-            self.check()
-        self.freed_after = time.monotonic() - since
 
     def pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

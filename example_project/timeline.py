@@ -1,4 +1,7 @@
-"""The play as text: a lane for each worker process, and under it the conflicts that it met."""
+"""The play as text: a lane for each worker process, and under it the conflicts that it met.
+
+Needs no colour and no character beyond ASCII.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Timeline:
         self.style = style
         self.columns = max(40, style.width - LABEL - 1)
         self.slice = max(history.end - history.begin, 1.0) / self.columns
-        self.marks = ("↷", "↻", "✖", "━") if style.unicode else ("x", "r", "#", "=")
+        self.signs = ("↷", "↻", "✖") if style.unicode else ("x", "r", "#")
 
     def lines(self) -> Iterator[str]:
         yield self._axis()
@@ -27,7 +30,7 @@ class Timeline:
             if new_worker:
                 yield ""
             yield self._label(lane) + self._bodies(lane)
-            yield " " * LABEL + self._conflicts(lane)
+            yield " " * LABEL + self._marks(lane)
         yield ""
         yield from self._legend()
 
@@ -60,21 +63,27 @@ class Timeline:
             text = letter(run.tenant) if column == first else " " if self.style.rich else "-"
             cells[column] = self.style.block(run.tenant, text)
         if run.killed:
-            cells[min(last + 1, self.columns - 1)] = self.style.alarm(self.marks[2])
+            cells[min(last + 1, self.columns - 1)] = self.style.alarm(self.signs[2])
 
-    def _conflicts(self, lane: Lane) -> str:
+    def _marks(self, lane: Lane) -> str:
         cells = [" "] * self.columns
+        for run in (run for pair in self.history.overlaps for run in pair):
+            if run.lane == lane:
+                cells[self._column(run.start)] = self.style.alarm("!")
         for record in self.history.of("skip", "retry"):
             if (record.worker, record.pid) == lane:
-                mark = self.marks[record.what == "retry"]
-                cells[self._column(record.at)] = self.style.ink(record.tenant, mark)
+                sign = self.signs[record.what == "retry"]
+                cells[self._column(record.at)] = self.style.ink(record.tenant, sign)
         return "".join(cells).rstrip()
 
     def _legend(self) -> Iterator[str]:
         yield from self._wrapped(f"{self.style.badge(tenant)} {tenant}" for tenant in TENANTS)
-        skip, retry, kill, _ = self.marks
-        kill = self.style.alarm(kill)
-        yield f"{' ' * LABEL}{skip} conflict, skipped   {retry} conflict, tried again later   {kill} killed in mid-body"
+        skip, retry, kill = self.signs
+        meanings = [f"{skip} conflict, skipped", f"{retry} conflict, tried again later"]
+        meanings.append(f"{self.style.alarm(kill)} killed in mid-body")
+        if self.history.overlaps:
+            meanings.append(f"{self.style.alarm('!')} overlaps another run of its tenant")
+        yield " " * LABEL + "   ".join(meanings)
 
     def _wrapped(self, items: Iterable[str]) -> Iterator[str]:
         items = list(items)

@@ -1,4 +1,4 @@
-"""The figures, all of them counted in the records or seen by PostgreSQL, and the guarantees that they prove."""
+"""The figures, counted in the records or seen by PostgreSQL, and whether the guarantees held."""
 
 from __future__ import annotations
 
@@ -21,31 +21,35 @@ class Verdict:
     freed_after: float | None
 
     @property
-    def takeovers(self) -> list[tuple[Run, Run | None]]:
-        """The killed runs, each with the next one of its tenant."""
-        return [(dead, self.history.next_after(dead)) for dead in self.history.killed]
-
-    @property
     def most_sessions(self) -> int:
         return max((self.sessions[pid] for _, pid in self.history.lanes), default=0)
 
     def figures(self) -> Iterator[tuple[str, str, str]]:
         """Yield each figure with its name and what it means."""
         history = self.history
-        yield "overlaps", str(len(history.overlaps)), "pairs of runs that were at one tenant at a time"
+        yield "overlaps", str(len(history.overlaps)), "pairs of runs that drove one tenant at the same time"
         yield "messages", str(len(history.of("sent"))), f"{len(history.open)} of them lost"
         ended = len(history.of("end"))
         yield "runs", str(len(history.runs)), f"{ended} to the end, {len(history.killed)} killed"
         yield "skips", str(len(history.of("skip"))), "train messages whose tenant was being worked on"
         yield "retries", str(len(history.of("retry"))), "publish messages put off for the same reason"
+        if self.locked:
+            yield from self._after_the_kill()
+        processes = f"the most that any of {len(history.lanes)} worker processes had open (pg_stat_activity)"
+        yield "sessions", str(self.most_sessions), processes
+
+    def _after_the_kill(self) -> Iterator[tuple[str, str, str]]:
         if self.freed_after is not None:
             freed = "from kill -9 until pg_locks showed no lock of the dead process"
             yield "lock free", milliseconds(self.freed_after), freed
-        for dead, successor in self.takeovers[:1]:
+        for dead in self.history.killed[:1]:
+            successor = self.history.next_after(dead)
             if successor is not None:
-                yield "next body", milliseconds(successor.start - (dead.end or 0)), takeover(dead, successor)
-        processes = f"the most that any of {len(history.lanes)} worker processes had open (pg_stat_activity)"
-        yield "sessions", str(self.most_sessions), processes
+                yield (
+                    "next body",
+                    milliseconds(successor.start - (dead.end or 0.0)),
+                    takeover(dead, successor),
+                )
 
     @property
     def passed(self) -> bool:
@@ -56,9 +60,11 @@ class Verdict:
         if not self.passed:
             yield from (f"FAILED: {failure}." for failure in self.failures())
         elif self.locked:
-            yield "No two runs were at one tenant at a time, and no message was lost."
+            yield "No tenant was driven by two runs at a time, and no message was lost."
         else:
-            yield "Without locks, runs were at one tenant at a time: what the same play shows to be gone with them."
+            overlaps = len(self.history.overlaps)
+            yield f"Without locks, {overlaps} pairs of runs drove one tenant at the same time."
+            yield "This is the control: with locks, the same play must have none."
 
     def failures(self) -> Iterator[str]:
         """Yield each guarantee that did not hold."""
@@ -84,4 +90,4 @@ def milliseconds(seconds: float) -> str:
 
 
 def takeover(dead: Run, successor: Run) -> str:
-    return f"from kill -9 of {dead.worker} until {successor.worker} began with {dead.tenant}, through the queue"
+    return f"from kill -9 of {dead.worker} until {successor.worker} began {dead.tenant}'s next message"

@@ -10,7 +10,7 @@ from celery.signals import worker_ready
 
 from celery_pglock import lock_conflict
 
-from . import records
+from .records import Record, write
 
 
 def work(tenant: str, seconds: float) -> None:
@@ -28,12 +28,12 @@ def on_conflict(sender: Any = None, decision: str = "", **_: Any) -> None:
 
 @worker_ready.connect(weak=False)
 def on_ready(sender: Any = None, **_: Any) -> None:
-    records.write("ready", worker=short(sender.hostname))
+    write(Record("ready", worker=short(sender.hostname)))
 
 
 def tell(what: str, task: Task, tenant: str) -> None:
-    task_name = task.name.rpartition(".")[2]
-    records.write(what, tenant, task_name, task.request.id, short(task.request.hostname))
+    request = task.request
+    write(Record(what, tenant, task.name.rpartition(".")[2], request.id, short(request.hostname)))
 
 
 def short(hostname: str) -> str:
