@@ -25,13 +25,17 @@ class Judge:
 
     def __init__(self, observer: psycopg.Connection) -> None:
         self.observer = observer
+        # Asked once: a full lock table has no room for a look into a shared catalog.
+        (self.database,) = observer.execute(
+            "SELECT oid FROM pg_database WHERE datname = current_database()"
+        ).fetchone()
 
     def locks(self) -> list[tuple[LockId, int]]:
         """Every advisory lock with its holder's process id."""
         rows = self.observer.execute(
             "SELECT classid::bigint, objid::bigint, objsubid, pid FROM pg_locks WHERE locktype = 'advisory'"
-            " AND granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-            " ORDER BY 1, 2, 3"
+            " AND granted AND database = %s ORDER BY 1, 2, 3",
+            [self.database],
         )
         return [(self.id(*row), pid) for *row, pid in rows]
 
