@@ -20,8 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from .errors import LockError, LockUnavailable
+from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
 from .interrupt import Interrupt
 from .keys import LockId
@@ -157,6 +158,9 @@ class Keeper:
         except SessionBroken as exc:
             self._drop_session(str(exc))
             raise
+        except LockSetupError as exc:
+            self._drop_session(str(exc))
+            refuse(requests, exc)
         except LockError as exc:
             if len(requests) <= 1:
                 refuse(requests, exc)
@@ -231,52 +235,56 @@ def refuse(requests: Sequence[Request], error: LockError) -> None:
 
 
 class Owner:
-    """The one thread or greenlet that talks to a shared session, and sends pending requests together."""
+    """The one thread or greenlet that talks to a shared session, and sends pending requests together.
+
+    An asker may be interrupted at every bytecode. What it shares with the owner is therefore made of single
+    steps in C, a deque and bare locks: an exception inside a `threading.Condition` leaves it locked for ever.
+    """
 
     def __init__(self, answer: Callable[[Sequence[Request]], None]) -> None:
         self._answer = answer
-        self._pending: deque[tuple[Request, threading.Event]] = deque()
-        self._arrived = threading.Condition()
+        self._pending: deque[tuple[Request, threading.Lock]] = deque()
+        self._asleep = threading.Lock()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def ask(self, request: Request) -> None:
         """Wait for the answer. An asker that is interrupted gets nothing, and leaves nothing behind."""
         try:
-            self.post(request).wait()
+            self.post(request).acquire()
         except BaseException:
             if isinstance(request, Acquire):
                 self.post(Release(request.hold))
             raise
 
-    def post(self, request: Request) -> threading.Event:
-        """Leave a request to the owner; the event is set when it is answered."""
-        done = threading.Event()
-        self._pending.append((request, done))
-        with self._arrived:
+    def post(self, request: Request) -> threading.Lock:
+        """Leave a request to the owner. The lock can be acquired when it is answered."""
+        answered = threading.Lock()
+        answered.acquire()
+        self._pending.append((request, answered))
+        self._wake()
+        with self._starting:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
                 self._thread.start()
-            self._arrived.notify()
-        return done
+        return answered
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # it is awake
+            self._asleep.release()
 
     def _serve(self) -> None:
         while True:
-            batch = self._next_batch()
+            # Bounded, since an asker may be interrupted between its question and its wake-up call.
+            self._asleep.acquire(timeout=1.0)
+            batch = [self._pending.popleft() for _ in range(len(self._pending))]
+            if not batch:
+                continue
             try:
                 self._answer([request for request, _ in batch])
             finally:
-                for _, done in batch:
-                    done.set()
-
-    def _next_batch(self) -> list[tuple[Request, threading.Event]]:
-        with self._arrived:
-            while not self._pending:
-                # Bounded, since an asker may be interrupted between its append and its notify.
-                self._arrived.wait(timeout=1.0)
-            batch = list(self._pending)
-            for _ in batch:
-                self._pending.popleft()
-            return batch
+                for _, answered in batch:
+                    answered.release()
 
 
 # This process.

@@ -180,7 +180,7 @@ class Session:
         self.perform([hold])
         other.perform([rival])
         self.perform([Release(hold.hold)])
-        if hold.answer is Answer.GRANTED and rival.answer is Answer.GRANTED:
+        if hold.answer is Answer.GRANTED and rival.answer is not Answer.CONFLICT:
             raise LockSetupError(
                 "the advisory locks of the server of pglock_database_url do not exclude: it granted one"
                 " lock to two sessions. Name a PostgreSQL server"
@@ -207,6 +207,9 @@ class Session:
                 raise refusal_of(exc) from exc
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
+        except LockSetupError as exc:
+            self.close(str(exc))
+            raise
 
     def give_up(self, reason: str) -> None:
         """Count all that is held as lost, and leave the connection as it is for now.
@@ -260,7 +263,7 @@ class Session:
         self._leaving.append(hold)
 
         def settle(unlocked: bytes | None) -> None:
-            if BOOLEANS[unlocked]:
+            if truth(unlocked):
                 hold._released()
             else:
                 hold._lost("PostgreSQL did not know it any more")
@@ -281,7 +284,7 @@ class Session:
         self._holds.update((each.id, each) for each in asked)
 
         def settle(value: bytes | None) -> None:
-            granted = BOOLEANS[value]
+            granted = truth(value) if identity is None or value is not None else None
             request.answer = ANSWERS[granted]
             if identity is not None and granted is not None:
                 identity._granted()
@@ -362,11 +365,16 @@ class Session:
 Column = tuple[str, Callable[[bytes | None], None]]
 
 
+def truth(value: bytes | None) -> bool:
+    """Read a boolean. Raises `LockSetupError` for anything else, which must not pass for a refusal."""
+    if value not in (b"t", b"f"):
+        raise LockSetupError(f"the server's advisory locks answer {value!r}: name a PostgreSQL server")
+    return value == b"t"
+
+
 def ignore(_: bytes | None) -> None:
     """Settle nothing: the answer as such is the sign of life."""
 
-
-BOOLEANS = {b"t": True, b"f": False, None: None}
 
 #: What the value of an `Acquire`'s column means. NULL: the identity was refused, the name not asked for.
 ANSWERS = {True: Answer.GRANTED, False: Answer.CONFLICT, None: Answer.SAME_EXECUTION}
