@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psycopg
 
@@ -30,8 +30,9 @@ from .progress import Progress
 from .records import Record
 
 if TYPE_CHECKING:
-    from celery import Task
     from typing_extensions import Self
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,6 +51,10 @@ class Interrupted(Exception):
 
 class StageFailed(Exception):
     """The play can't go on; the text says why."""
+
+
+class TookTooLong(StageFailed):
+    """What a scene waited for did not come."""
 
 
 class Worker(Server):
@@ -166,11 +171,12 @@ class Stage:
 
         self.wait(all_ready, "the workers to start", 60)
 
-    def send(self, task: Task, tenant: str, seconds: float) -> str:
-        """Publish a message and return its id."""
-        id = task.delay(tenant, round(seconds, 2)).id
-        records.write(Record("sent", tenant, task.name.rpartition(".")[2], id))
-        return id
+    def send(self, task: str, tenant: str, seconds: float) -> None:
+        """Publish a message."""
+        from . import pipeline  # late: it reads the addresses that the stage has set
+
+        message = getattr(pipeline, task).delay(tenant, round(seconds, 2))
+        records.write(Record("sent", tenant, task, message.id))
 
     def kill(self, victim: Run) -> None:
         """End the worker of a run by SIGKILL, and see when the locks of the run's process are free."""
@@ -199,17 +205,18 @@ class Stage:
         until = time.monotonic() + seconds
         self.wait(lambda: time.monotonic() >= until, "time to pass", seconds + 60)
 
-    def wait(self, over: Callable[[], object], what: str, timeout: float) -> None:
-        """Wait with an eye on everything."""
+    def wait(self, look: Callable[[], T | None], what: str, timeout: float) -> T:
+        """Return what a look finds, as soon as it finds something, with an eye on everything else."""
         deadline = time.monotonic() + timeout
-        while not over():
+        while not (found := look()):
             if time.monotonic() > deadline:
-                raise StageFailed(f"waited {timeout:.0f} s in vain for {what}")
+                raise TookTooLong(f"waited {timeout:.0f} s in vain for {what}")
             self.check()
-            self._look()
+            self._look_around()
             time.sleep(0.02)
+        return found
 
-    def _look(self) -> None:
+    def _look_around(self) -> None:
         """Count the sessions and show the progress, four times a second."""
         if time.monotonic() - self._looked_at < 0.25:
             return

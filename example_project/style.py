@@ -15,7 +15,7 @@ COLOURS = {
     "echo": "#b48ae0",
     "fern": "#2fb5a5",
     "gala": "#f4a3b5",
-    "hive": "#c79a6b",
+    "hive": "#ad8763",
     "iris": "#8796f2",
     "jade": "#a5cc45",
     "kiwi": "#e07bd0",

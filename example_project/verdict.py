@@ -70,13 +70,16 @@ class Verdict:
         """Yield each guarantee that did not hold."""
         history = self.history
         if history.open:
-            yield f"{len(history.open)} messages were lost: {', '.join(sent.id for sent in history.open)}"
+            ids = ", ".join(sent.id for sent in history.open)
+            yield f"{len(history.open)} messages neither ran to their end nor were skipped: {ids}"
         if not self.locked:
             if not history.overlaps:
                 yield "the control shows no overlap: this play could not have found a missing lock"
             return
-        for one, other in history.overlaps:
-            yield f"{one.task} {one.tenant} on {one.worker} overlaps {other.task} on {other.worker}"
+        if history.overlaps:
+            one, other = history.overlaps[0]
+            which = f"first {one.tenant} on {one.worker} and {other.worker}"
+            yield f"{len(history.overlaps)} pairs of runs drove one tenant at the same time, {which}"
         if self.freed_after is None or self.freed_after > FREE_WITHIN:
             yield f"the killed worker's lock was not seen to be free within {FREE_WITHIN:.0f} s"
         if not history.of("skip") or not history.of("retry"):
