@@ -50,17 +50,19 @@ class History:
     def runs(self) -> list[Run]:
         """In the order of their starts."""
         running: dict[tuple[int, str], Run] = {}
-        runs = []
-        for each in sorted(self.of("start", "end", "kill"), key=lambda record: record.at):
+        ended = []
+        for each in sorted(self.of("start", "end"), key=lambda record: record.at):
             if each.what == "start":
                 run = Run(each.tenant, each.task, each.id, each.worker, each.pid, each.at)
                 running[each.pid, each.id] = run
-            elif each.what == "end":
-                runs.append(replace(running.pop((each.pid, each.id)), end=each.at))
             else:
-                dead = [key for key, run in running.items() if run.worker == each.worker]
-                runs += [replace(running.pop(key), end=each.at, killed=True) for key in dead]
-        return sorted([*runs, *running.values()], key=lambda run: run.start)
+                ended.append(replace(running.pop((each.pid, each.id)), end=each.at))
+        open_or_killed = map(self._unless_killed, running.values())
+        return sorted([*ended, *open_or_killed], key=lambda run: run.start)
+
+    def _unless_killed(self, run: Run) -> Run:
+        at = next((kill.at for kill in self.of("kill") if kill.worker == run.worker), None)
+        return run if at is None else replace(run, end=max(at, run.start), killed=True)
 
     @property
     def running(self) -> list[Run]:
