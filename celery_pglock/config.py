@@ -60,6 +60,7 @@ def read_settings(app: Celery) -> Settings | None:
         namespace=text(app, "pglock_namespace", "celery"),
         session_pooler=flag(app, "pglock_session_pooler", default=False),
         loss_timeout=seconds(app, "pglock_loss_timeout", 10.0, least=3.0),
+        freeze_timeout=seconds_or_none(app, "pglock_freeze_timeout", least=3.0),
     )
 
 
@@ -79,6 +80,11 @@ def seconds(app: Celery, setting: str, default: float, *, least: float) -> float
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
         raise ImproperlyConfigured(f"{setting}: seconds >= {least:g}, or a timedelta, not {value!r}")
     return float(value)
+
+
+def seconds_or_none(app: Celery, setting: str, *, least: float) -> float | None:
+    """Read a setting in seconds that may be left out."""
+    return None if app.conf.get(setting) is None else seconds(app, setting, least, least=least)
 
 
 def text(app: Celery, setting: str, default: str) -> str:

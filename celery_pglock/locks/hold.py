@@ -12,6 +12,7 @@ thread or greenlet that talks to the server. Whoever runs under it only reads.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from enum import Enum
 
@@ -30,7 +31,18 @@ class Hold:
         RELEASED = "released"
         LOST = "lost"
 
-    __slots__ = ("_asked_at", "_held_since", "_loss", "_released_at", "_status", "id", "label", "name")
+    __slots__ = (
+        "_asked_at",
+        "_held_since",
+        "_loss",
+        "_released_at",
+        "_status",
+        "_token",
+        "_token_source",
+        "id",
+        "label",
+        "name",
+    )
 
     def __init__(self, id: LockId, name: str | None = None, *, label: str | None = None) -> None:
         self.id = id
@@ -40,6 +52,8 @@ class Hold:
         self.label = label or name or repr(id)
         self._status = self.Status.NEW
         self._loss = ""
+        self._token: int | None = None
+        self._token_source: Callable[[], int] | None = None
         self._asked_at = self._held_since = self._released_at = time.monotonic()
 
     def __repr__(self) -> str:
@@ -58,6 +72,24 @@ class Hold:
         """Raise `LockLost` if the lock is gone. Asks nobody: it tells what is known by now."""
         if self.lost:
             raise LockLost(self.label, self._loss)
+
+    def fencing_token(self) -> int:
+        """Return a number that is greater than that of every earlier holder of this name.
+
+        Hand it to what the body writes to, and let that refuse a lower one than it has seen: then a holder
+        that was stopped too late can't overwrite its successor. It is a transaction id of PostgreSQL
+        (``pg_current_xact_id``), taken on the first call and the same for the life of the hold. Raises
+        `LockLost`, and `LockUnavailable` if PostgreSQL can't be asked.
+        """
+        if self._token is None:
+            self.check()
+            if self._token_source is None or self._status is not self.Status.HELD:
+                raise TypeError(f"{self!r} is not held: a fencing token belongs to a holder")
+            token = self._token_source()
+            # Only a number drawn before the end of the hold is below those of the next holder.
+            self.check()
+            self._token = token
+        return self._token
 
     @property
     def seconds_waited(self) -> float:

@@ -18,15 +18,15 @@ import os
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
 from .interrupt import Interrupt
 from .keys import LockId
-from .session import Acquire, Answer, FindHolder, Ping, Release, Request, Session, SessionBroken
+from .owner import Owner
+from .server import OnStandby, SessionBroken
+from .session import Acquire, Answer, FindHolder, NextToken, Ping, Release, Request, Session
 from .settings import Settings
 from .watch import Watch
 
@@ -64,6 +64,7 @@ class Keeper:
         it: until `release_soon`.
         """
         asked = Acquire(hold, identity)
+        hold._token_source = self._next_token
         self._ask(asked)
         return asked
 
@@ -88,6 +89,13 @@ class Keeper:
         if self._pay_at is None:
             self._pay_at = time.monotonic() + OWED_WITHIN
             self._watch.wake()
+
+    def _next_token(self) -> int:
+        question = NextToken()
+        self._ask(question)
+        if question.token is None:
+            raise LockUnavailable("no answer")
+        return question.token
 
     def holder_of(self, id: LockId) -> str | None:
         """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked."""
@@ -178,9 +186,15 @@ class Keeper:
         return self._session
 
     def _open_session(self) -> Session:
-        self._session = open_session(self._settings)
-        self._watch.look_at(self._session.socket)
-        return self._session
+        self._session = session = Session(self._settings, application_name())
+        self._watch.look_at(session.socket)
+        try:
+            session.set_up()
+            prove_exclusion(session, self._settings)
+        except LockError as exc:
+            self._drop_session(str(exc))
+            raise
+        return session
 
     def _drop_session(self, reason: str) -> None:
         session, self._session = self._session, None
@@ -203,17 +217,30 @@ class Keeper:
         elif self._pay_at is not None:
             self._pay_at = None
             self._owner.post(Ping())
-        if session is not None and session.remote:
-            self._look_for_silence(session)
-            pauses.append(self._settings.loss_timeout / (12 if session.holds_something else 3))
+        if session is not None:
+            pauses += self._keep_alive(session)
         if any(interrupt.due for interrupt in list(self._running)):
             for interrupt in list(self._running):
                 interrupt.stop()
             pauses.append(INTERRUPT_EVERY)
         return min(pauses, default=None)
 
+    def _keep_alive(self, session: Session) -> list[float]:
+        """Ask a session for a sign of life where its silence would mean something.
+
+        The server ends it after ``freeze_timeout`` without a question; on a network its silence is a loss.
+        """
+        bounds = [self._settings.freeze_timeout] if self._settings.freeze_timeout is not None else []
+        if session.remote:
+            self._look_for_silence(session)
+            bounds += [self._settings.loss_timeout] if session.holds_something else []
+        if bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for:
+            self._owner.post(Ping())
+        pauses = [bound / 12 for bound in bounds]
+        return [*pauses, self._settings.loss_timeout / 3] if session.remote else pauses
+
     def _look_for_silence(self, session: Session) -> None:
-        """Keep a session alive that crosses a network, and give it up when no answer comes.
+        """Give a session up when no answer comes.
 
         A third of the bound passes until the question, one until it counts as unanswered and the bodies
         are stopped, and one until the connection is cut, which may free the name at once.
@@ -224,67 +251,12 @@ class Keeper:
                 session.cut()
         elif session.silent_for > third:
             session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
-        elif session.quiet_for > third and session.holds_something:
-            self._owner.post(Ping())
 
 
 def refuse(requests: Sequence[Request], error: LockError) -> None:
     for request in requests:
         if isinstance(request, Acquire):
             request.answer, request.error = Answer.UNKNOWN, error
-
-
-class Owner:
-    """The one thread or greenlet that talks to a shared session, and sends pending requests together.
-
-    An asker may be interrupted at every bytecode. What it shares with the owner is therefore made of single
-    steps in C, a deque and bare locks: an exception inside a `threading.Condition` leaves it locked for ever.
-    """
-
-    def __init__(self, answer: Callable[[Sequence[Request]], None]) -> None:
-        self._answer = answer
-        self._pending: deque[tuple[Request, threading.Lock]] = deque()
-        self._asleep = threading.Lock()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def ask(self, request: Request) -> None:
-        """Wait for the answer. An asker that is interrupted gets nothing, and leaves nothing behind."""
-        try:
-            self.post(request).acquire()
-        except BaseException:
-            if isinstance(request, Acquire):
-                self.post(Release(request.hold))
-            raise
-
-    def post(self, request: Request) -> threading.Lock:
-        """Leave a request to the owner. The lock can be acquired when it is answered."""
-        answered = threading.Lock()
-        answered.acquire()
-        self._pending.append((request, answered))
-        self._wake()
-        with self._starting:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
-                self._thread.start()
-        return answered
-
-    def _wake(self) -> None:
-        with suppress(RuntimeError):  # it is awake
-            self._asleep.release()
-
-    def _serve(self) -> None:
-        while True:
-            # Bounded, since an asker may be interrupted between its question and its wake-up call.
-            self._asleep.acquire(timeout=1.0)
-            batch = [self._pending.popleft() for _ in range(len(self._pending))]
-            if not batch:
-                continue
-            try:
-                self._answer([request for request, _ in batch])
-            finally:
-                for _, answered in batch:
-                    answered.release()
 
 
 # This process.
@@ -306,32 +278,34 @@ def keeper_for(settings: Settings) -> Keeper:
 
 
 def probe(settings: Settings) -> None:
-    """Connect and check the server. Raises `LockSetupError` or `LockUnavailable`."""
-    open_session(settings).close("it was only asked whether it works")
-
-
-def open_session(settings: Settings) -> Session:
-    """Open a session; the first one for a database has to prove that its locks exclude another session.
-
-    What a worker's main process has proved at its start, its children need not prove again.
-    """
+    """Connect once and check the server. Raises `LockSetupError` or `LockUnavailable`."""
     session = Session(settings, application_name())
-    if settings in _proven:
-        return session
     try:
-        other = Session(settings, application_name())
-        try:
-            session.prove_exclusion(other)
-        finally:
-            other.close("its work is done")
+        session.set_up()
+        prove_exclusion(session, settings)
+    except OnStandby as exc:
+        raise LockSetupError(str(exc)) from exc
+    finally:
+        session.close("it was only asked whether it works")
+
+
+def prove_exclusion(session: Session, settings: Settings) -> None:
+    """Let the first session for a database prove that its locks exclude another session.
+
+    What a worker's main process has proved at its start, its children need not prove again. Raises
+    `LockSetupError` or `LockUnavailable`.
+    """
+    if settings in _proven:
+        return
+    other = Session(settings, application_name())
+    try:
+        other.set_up()
+        session.prove_exclusion(other)
     except SessionBroken as exc:
-        session.close("it could not be tried out")
         raise LockUnavailable(str(exc)) from exc
-    except BaseException:
-        session.close("it could not be tried out")
-        raise
+    finally:
+        other.close("its work is done")
     _proven.add(settings)
-    return session
 
 
 def serve_one_at_a_time() -> None:

@@ -15,52 +15,43 @@ It does not know threads: exactly one caller at a time, see `keeper`.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.generators import execute
 
-from .errors import LockError, LockSetupError, LockUnavailable
+from .errors import LockError, LockSetupError
 from .hold import Hold
 from .holders import holder_query, id_from_pg_locks
 from .keys import LockId
+from .server import (
+    WHO_AM_I,
+    SessionBroken,
+    check_server,
+    connect,
+    is_broken,
+    query,
+    reason_of,
+    refusal_of,
+    session_settings,
+    set_statement,
+)
 from .settings import Settings
 
-__all__ = ["Acquire", "Answer", "Release", "Session", "SessionBroken"]
-
-CONNECT_TIMEOUT = 5  # seconds: libpq's own default is to wait for ever
+__all__ = ["Acquire", "Answer", "FindHolder", "NextToken", "Ping", "Release", "Request", "Session"]
 
 #: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
 PROOF_SUBSYSTEM = 0x70676C6B
 
-#: Limits that a role or a database may set, and that would end a quiet holder or a statement of ours.
-#: Not every release has all of them.
-ROLE_LIMITS = (
-    "statement_timeout",
-    "lock_timeout",
-    "idle_session_timeout",
-    "idle_in_transaction_session_timeout",
-    "transaction_timeout",
-)
-
-WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"
 OWN_LOCKS = """
     SELECT classid::bigint, objid::bigint, objsubid FROM pg_locks
     WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
 """
-
-
-class SessionBroken(Exception):
-    """The connection is gone, and every hold on it. Nothing more is known about what was asked last."""
 
 
 class Answer(Enum):
@@ -97,6 +88,13 @@ class FindHolder:
 
 
 @dataclass(eq=False)
+class NextToken:
+    """Ask for a number that is greater than every one before, in the whole cluster."""
+
+    token: int | None = None
+
+
+@dataclass(eq=False)
 class Ping:
     """Ask for a sign of life. Owed unlocks ride along."""
 
@@ -108,14 +106,15 @@ class Release:
     hold: Hold
 
 
-Request = Acquire | Release | FindHolder | Ping
+Request = Acquire | Release | FindHolder | NextToken | Ping
 
 
 class Session:
     """One connection of the package's own, never pooled and never lent."""
 
     def __init__(self, settings: Settings, application_name: str) -> None:
-        """Connect and check the server. Raises `LockUnavailable` or `LockSetupError`."""
+        """Connect. Nothing works before `set_up`. Raises `LockUnavailable` or `LockSetupError`."""
+        self._settings = settings
         self._holds: dict[LockId, Hold] = {}
         #: Holds whose unlock is part of the statement under way.
         self._leaving: list[Hold] = []
@@ -126,19 +125,18 @@ class Session:
         #: When its holds were given up although the connection stands, see `give_up`.
         self.given_up_at: float | None = None
         self._connection = connect(settings, application_name)
-        try:
-            self._check_server(settings)
-            self._query(set_statement(session_settings(settings)))
-        except psycopg.Error as exc:
-            self.close("it could not be set up")
-            raise refusal_of(exc) from exc
-        except BaseException:
-            self.close("it could not be set up")
-            raise
 
     def __repr__(self) -> str:
         state = "closed" if self._connection.closed else f"{len(self._holds)} held"
         return f"<Session pid={self._connection.info.backend_pid if state != 'closed' else None} [{state}]>"
+
+    def set_up(self) -> None:
+        """Check the server and tell it what it is to know. Raises `LockUnavailable` or `LockSetupError`."""
+        try:
+            check_server(self._connection, self._query(WHO_AM_I)[0], self._settings)
+            self._query(set_statement(session_settings(self._settings)))
+        except psycopg.Error as exc:
+            raise refusal_of(exc) from exc
 
     @property
     def idle(self) -> bool:
@@ -203,6 +201,7 @@ class Session:
             self._execute([column for column in columns if column is not None])
         except psycopg.Error as exc:
             if not is_broken(self._connection, exc):
+                self._sent_at = None
                 self._reconcile()
                 raise refusal_of(exc) from exc
             self.close(reason_of(exc))
@@ -254,6 +253,8 @@ class Session:
             return self._plan_acquire(request)
         if isinstance(request, FindHolder):
             return self._plan_finding(request)
+        if isinstance(request, NextToken):
+            return self._plan_token(request)
         return "true", ignore
 
     def _plan_release(self, hold: Hold) -> Column | None:
@@ -303,6 +304,12 @@ class Session:
 
         return holder_query(request.id), settle
 
+    def _plan_token(self, request: NextToken) -> Column:
+        def settle(token: bytes | None) -> None:
+            request.token = None if token is None else int(token)
+
+        return "pg_current_xact_id()", settle
+
     def _execute(self, columns: Sequence[Column]) -> None:
         if columns:
             row = self._query("SELECT " + ", ".join(column for column, _ in columns))[0]
@@ -311,19 +318,10 @@ class Session:
         self._leaving.clear()
 
     def _query(self, statement: str) -> list[list[bytes | None]]:
-        """Send one statement and return its rows as PostgreSQL wrote them.
-
-        The steps of a psycopg cursor without the cursor, which costs as much as the round trip.
-        """
-        pgconn = self._connection.pgconn
         self._sent_at = time.monotonic()
-        pgconn.send_query(statement.encode())
-        result = self._connection.wait(execute(pgconn))[-1]
+        rows = query(self._connection, statement)
         self._sent_at, self._answered_at = None, time.monotonic()
-        if result.status != psycopg.pq.ExecStatus.TUPLES_OK:
-            raise psycopg.errors.error_from_result(result)
-        columns = range(result.nfields)
-        return [[result.get_value(row, column) for column in columns] for row in range(result.ntuples)]
+        return rows
 
     def _forget_ungranted(self, holds: Iterable[Hold]) -> None:
         for hold in holds:
@@ -347,20 +345,6 @@ class Session:
             hold._released()
         self._leaving.clear()
 
-    def _check_server(self, settings: Settings) -> None:
-        pid, in_recovery = self._query(WHO_AM_I)[0]
-        if in_recovery == b"t":
-            raise LockSetupError(
-                "pglock_database_url leads to a standby, whose locks the primary does not know:"
-                " name the primary, or several hosts with target_session_attrs=primary"
-            )
-        if int(pid or 0) != self._connection.info.backend_pid and not settings.session_pooler:
-            raise LockSetupError(
-                "a connection pooler stands before the server of pglock_database_url, and session locks"
-                " are shared or lost behind one in transaction or statement mode: name the server itself,"
-                " or set pglock_session_pooler = True if the pooler is in session mode"
-            )
-
 
 Column = tuple[str, Callable[[bytes | None], None]]
 
@@ -380,75 +364,9 @@ def ignore(_: bytes | None) -> None:
 ANSWERS = {True: Answer.GRANTED, False: Answer.CONFLICT, None: Answer.SAME_EXECUTION}
 
 
-def session_settings(settings: Settings) -> dict[str, str]:
-    """What the server is to know of the session.
-
-    It waits half as long again as the client for a silent network: an interrupted body has stopped before
-    the name is free. They have no effect on a Unix socket.
-    """
-    bound = 1.5 * settings.loss_timeout
-    return {
-        **dict.fromkeys(ROLE_LIMITS, "0"),
-        "tcp_keepalives_idle": str(math.ceil(bound / 3)),
-        "tcp_keepalives_interval": str(math.ceil(bound / 3)),
-        "tcp_keepalives_count": "2",
-        "tcp_user_timeout": str(math.ceil(bound * 1000)),
-    }
-
-
-def set_statement(values: Mapping[str, str]) -> str:
-    """Set what the server has, and leave out what its release does not know."""
-    rows = ", ".join(f"('{name}', '{value}')" for name, value in values.items())
-    return (
-        f"SELECT set_config(name, value, false) FROM (VALUES {rows}) AS given (name, value)"
-        " JOIN pg_settings USING (name)"
-    )
-
-
-def connect(settings: Settings, application_name: str) -> psycopg.Connection[tuple[object, ...]]:
-    try:
-        given = conninfo_to_dict(settings.database_url)
-    except psycopg.Error:
-        # The driver's message would quote the URL, and with it a password.
-        raise LockSetupError("pglock_database_url is no PostgreSQL URL and no conninfo") from None
-    options: dict[str, Any] = {
-        "connect_timeout": CONNECT_TIMEOUT,
-        "keepalives_idle": math.ceil(settings.loss_timeout / 3),
-        "keepalives_interval": math.ceil(settings.loss_timeout / 3),
-        "keepalives_count": 2,
-        "tcp_user_timeout": math.ceil(settings.loss_timeout * 1000),
-        **given,
-    }
-    conninfo = make_conninfo(**options | {"application_name": application_name})
-    try:
-        return psycopg.connect(conninfo, autocommit=True, prepare_threshold=None)
-    except psycopg.OperationalError as exc:
-        raise LockUnavailable(reason_of(exc)) from exc
-
-
 def sql(id: LockId) -> str:
     """An id as the arguments of PostgreSQL's functions, whose number tells the two key spaces apart.
 
     Quoted, since a bare negative number is an operator at work for the parser.
     """
     return ", ".join(f"'{key}'" for key in id)
-
-
-def is_broken(connection: psycopg.Connection[Any], exc: psycopg.Error) -> bool:
-    """Whether an error means the end of the connection.
-
-    ``closed`` alone does not tell: it stays False behind the farewell of a server that ends the session.
-    """
-    farewell = ("08", "57P", "25P03", "25P04")
-    return connection.closed or exc.sqlstate is None or exc.sqlstate.startswith(farewell)
-
-
-def refusal_of(exc: psycopg.Error) -> LockUnavailable | LockSetupError:
-    """What can't pass by itself (no such function, no right to call it), and what may."""
-    if exc.sqlstate is not None and exc.sqlstate.startswith("42"):
-        return LockSetupError(f"the server of pglock_database_url lacks what locks need: {reason_of(exc)}")
-    return LockUnavailable(reason_of(exc))
-
-
-def reason_of(exc: BaseException) -> str:
-    return str(exc).strip().partition("\n")[0] or type(exc).__name__

@@ -20,3 +20,5 @@ class Settings:
     session_pooler: bool = False
     #: Seconds after which a silent network counts as a lost lock.
     loss_timeout: float = 10.0
+    #: Seconds after which the server ends the session of a process that is frozen; None: never.
+    freeze_timeout: float | None = None

@@ -1,0 +1,65 @@
+"""The one thread or greenlet that talks to a shared session.
+
+An asker may be interrupted at every bytecode. What it shares with the owner is therefore made of single
+steps in C, a deque and bare locks: an exception inside a `threading.Condition` leaves it locked for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from .session import Acquire, Release, Request
+
+__all__ = ["Owner"]
+
+
+class Owner:
+    """Hands requests to ``answer``, all that are pending at once, and wakes who asked."""
+
+    def __init__(self, answer: Callable[[Sequence[Request]], None]) -> None:
+        self._answer = answer
+        self._pending: deque[tuple[Request, threading.Lock]] = deque()
+        self._asleep = threading.Lock()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, request: Request) -> None:
+        """Wait for the answer. An asker that is interrupted gets nothing, and leaves nothing behind."""
+        try:
+            self.post(request).acquire()
+        except BaseException:
+            if isinstance(request, Acquire):
+                self.post(Release(request.hold))
+            raise
+
+    def post(self, request: Request) -> threading.Lock:
+        """Leave a request to the owner. The lock can be acquired when it is answered."""
+        answered = threading.Lock()
+        answered.acquire()
+        self._pending.append((request, answered))
+        self._wake()
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
+                self._thread.start()
+        return answered
+
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # it is awake
+            self._asleep.release()
+
+    def _serve(self) -> None:
+        while True:
+            # Bounded, since an asker may be interrupted between its question and its wake-up call.
+            self._asleep.acquire(timeout=1.0)
+            batch = [self._pending.popleft() for _ in range(len(self._pending))]
+            if not batch:
+                continue
+            try:
+                self._answer([request for request, _ in batch])
+            finally:
+                for _, answered in batch:
+                    answered.release()

@@ -1,0 +1,159 @@
+"""The server: a connection to it, whether it can lock at all, and what its errors mean.
+
+It knows nothing of holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.generators import execute
+
+from .errors import LockSetupError, LockUnavailable
+from .settings import Settings
+
+__all__ = [
+    "WHO_AM_I",
+    "Connection",
+    "OnStandby",
+    "SessionBroken",
+    "check_server",
+    "connect",
+    "is_broken",
+    "query",
+    "reason_of",
+    "refusal_of",
+    "session_settings",
+    "set_statement",
+]
+
+Connection = psycopg.Connection[tuple[object, ...]]
+
+CONNECT_TIMEOUT = 5  # seconds: libpq's own default is to wait for ever
+
+#: Limits that a role or a database may set, and that would end a quiet holder or a statement of ours.
+#: Not every release has all of them.
+ROLE_LIMITS = (
+    "statement_timeout",
+    "lock_timeout",
+    "idle_session_timeout",
+    "idle_in_transaction_session_timeout",
+    "transaction_timeout",
+)
+
+WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"
+
+
+class SessionBroken(Exception):
+    """The connection is gone, and every hold on it. Nothing more is known about what was asked last."""
+
+
+class OnStandby(LockUnavailable):
+    """The server is a standby: a wrong setting, or a failover that is not over yet."""
+
+
+def connect(settings: Settings, application_name: str) -> Connection:
+    """Open a connection, in a bounded time. Raises `LockUnavailable`, `LockSetupError` for what is no URL."""
+    try:
+        given = conninfo_to_dict(settings.database_url)
+    except psycopg.Error:
+        # The driver's message would quote the URL, and with it a password.
+        raise LockSetupError("pglock_database_url is no PostgreSQL URL and no conninfo") from None
+    options: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT,
+        "keepalives_idle": math.ceil(settings.loss_timeout / 3),
+        "keepalives_interval": math.ceil(settings.loss_timeout / 3),
+        "keepalives_count": 2,
+        "tcp_user_timeout": math.ceil(settings.loss_timeout * 1000),
+        **given,
+    }
+    if "," in str(given.get("host") or given.get("hostaddr") or ""):
+        # libpq 13 and older know no "primary".
+        wanted = "primary" if psycopg.pq.version() >= 140000 else "read-write"
+        options.setdefault("target_session_attrs", wanted)
+    conninfo = make_conninfo(**options | {"application_name": application_name})
+    try:
+        return psycopg.connect(conninfo, autocommit=True, prepare_threshold=None)
+    except psycopg.OperationalError as exc:
+        raise LockUnavailable(reason_of(exc)) from exc
+
+
+def check_server(connection: Connection, who: Sequence[bytes | None], settings: Settings) -> None:
+    """Refuse a server on which session locks would not hold. ``who`` is what it answered to `WHO_AM_I`."""
+    pid, in_recovery = who
+    if in_recovery == b"t":
+        raise OnStandby(
+            "pglock_database_url leads to a standby, whose locks the primary does not know:"
+            " name the primary, or all hosts of the cluster"
+        )
+    if int(pid or 0) != connection.info.backend_pid and not settings.session_pooler:
+        raise LockSetupError(
+            "a connection pooler stands before the server of pglock_database_url, and session locks"
+            " are shared or lost behind one in transaction or statement mode: name the server itself,"
+            " or set pglock_session_pooler = True if the pooler is in session mode"
+        )
+
+
+def session_settings(settings: Settings) -> dict[str, str]:
+    """What the server is to know of the session.
+
+    It waits half as long again as the client for a silent network: an interrupted body has stopped before
+    the name is free. They have no effect on a Unix socket.
+    """
+    bound = 1.5 * settings.loss_timeout
+    freeze = settings.freeze_timeout or 0
+    return {
+        **dict.fromkeys(ROLE_LIMITS, "0"),
+        "idle_session_timeout": str(math.ceil(freeze * 1000)),
+        "tcp_keepalives_idle": str(math.ceil(bound / 3)),
+        "tcp_keepalives_interval": str(math.ceil(bound / 3)),
+        "tcp_keepalives_count": "2",
+        "tcp_user_timeout": str(math.ceil(bound * 1000)),
+    }
+
+
+def set_statement(values: Mapping[str, str]) -> str:
+    """Set what the server has, and leave out what its release does not know."""
+    rows = ", ".join(f"('{name}', '{value}')" for name, value in values.items())
+    return (
+        f"SELECT set_config(name, value, false) FROM (VALUES {rows}) AS given (name, value)"
+        " JOIN pg_settings USING (name)"
+    )
+
+
+def query(connection: Connection, statement: str) -> list[list[bytes | None]]:
+    """Send one statement and return its rows as PostgreSQL wrote them.
+
+    The steps of a psycopg cursor without the cursor, which costs as much as the round trip.
+    """
+    pgconn = connection.pgconn
+    pgconn.send_query(statement.encode())
+    result = connection.wait(execute(pgconn))[-1]
+    if result.status != psycopg.pq.ExecStatus.TUPLES_OK:
+        raise psycopg.errors.error_from_result(result)
+    columns = range(result.nfields)
+    return [[result.get_value(row, column) for column in columns] for row in range(result.ntuples)]
+
+
+def is_broken(connection: Connection, exc: psycopg.Error) -> bool:
+    """Whether an error means the end of the connection.
+
+    ``closed`` alone does not tell: it stays False behind the farewell of a server that ends the session.
+    """
+    farewell = ("08", "57P", "25P03", "25P04")
+    return connection.closed or exc.sqlstate is None or exc.sqlstate.startswith(farewell)
+
+
+def refusal_of(exc: psycopg.Error) -> LockUnavailable | LockSetupError:
+    """What can't pass by itself (no such function, no right to call it), and what may."""
+    if exc.sqlstate is not None and exc.sqlstate.startswith("42"):
+        return LockSetupError(f"the server of pglock_database_url lacks what locks need: {reason_of(exc)}")
+    return LockUnavailable(reason_of(exc))
+
+
+def reason_of(exc: BaseException) -> str:
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__
