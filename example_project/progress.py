@@ -6,7 +6,7 @@ import sys
 import time
 
 from .history import History
-from .style import Style
+from .style import Style, letter
 
 EVERY = 3.0  # seconds between two states where no line can be overwritten
 
@@ -38,7 +38,8 @@ class Progress:
             f"{len(history.of('retry')):3} retried",
             f"{len(history.open):3} under way",
         ]
-        running = " ".join(self.style.badge(run.tenant) for run in history.running)
+        # Short, since a line that wraps can't be overwritten.
+        running = "".join(self.style.block(run.tenant, letter(run.tenant)) for run in history.running)
         if self.style.rich:
             self._clear()
             print(f"         {self.style.dim('  '.join(counts))}  {running}", end="", flush=True)
