@@ -1,4 +1,4 @@
-"""What the records add up to: the runs of bodies, conflicts, kills, and whether the guarantees held."""
+"""What the records add up to: the runs of bodies, their overlaps, what is still open."""
 
 from __future__ import annotations
 
