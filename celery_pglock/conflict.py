@@ -20,8 +20,8 @@ from .delivery import ignores_result, publish_again
 from .execution import Execution
 from .locks.errors import LockError, LockNotAcquired, LockSetupError, LockUnavailable
 from .locks.keys import LockId
-from .locks.session import Acquire, Answer
-from .options import MARKER, POLICIES
+from .locks.requests import Acquire, Answer
+from .options import DECISIONS, UNSET
 
 __all__ = ["Conflict", "is_skipped", "resolve"]
 
@@ -62,7 +62,7 @@ def resolve_conflict(execution: Execution) -> Any:
         task_name=execution.task.name,
         task_id=execution.request.id,
         conflicts=attempts.conflicts,
-        waited=attempts.waited,
+        waited=max(attempts.waited, execution.seconds_in_queue),
         holder=execution.keeper.holder_of(hold.id),
     )
     decision = decide(execution, conflict)
@@ -78,13 +78,16 @@ def resolve_conflict(execution: Execution) -> Any:
 
 def decide(execution: Execution, conflict: Conflict) -> str:
     policy = execution.options.on_conflict
+    if policy == "wait":
+        # It has waited: for as long as it may, or not at all behind too many others.
+        return "skip" if execution.too_many_waited else "raise"
     if isinstance(policy, str):
         return policy
     decision = policy(conflict)
-    if decision not in POLICIES:
+    if decision not in DECISIONS:
         raise ImproperlyConfigured(
             f"task {conflict.task_name!r}: lock_on_conflict returned {decision!r}: it must return one of"
-            f" {', '.join(map(repr, POLICIES))}"
+            f" {', '.join(map(repr, DECISIONS))}"
         )
     return decision
 
@@ -104,7 +107,7 @@ def is_skipped(result: object) -> bool:
 
 def skip(execution: Execution, conflict: Conflict) -> Any:
     result = execution.options.skip_result
-    if result is not MARKER:
+    if result is not UNSET:
         tell_conflict(execution, conflict, "skipped, going on with lock_skip_result")
         return result
     if not something_follows(execution):

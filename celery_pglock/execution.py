@@ -8,6 +8,7 @@ until the name is free.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
@@ -22,9 +23,9 @@ from . import signals
 from .delivery import HEADER, Attempts, finished_before
 from .locks.errors import LockUnavailable
 from .locks.hold import Hold, enter, leave
-from .locks.keeper import keeper_for
+from .locks.keeper import keeper_for, transaction_for
 from .locks.keys import LockId, id_of
-from .locks.session import Acquire, Answer
+from .locks.requests import Acquire, Answer
 
 if TYPE_CHECKING:
     from .locks.settings import Settings
@@ -55,10 +56,13 @@ class Execution:
         self.options = options
         self.request: Context = task.request
         self.attempts = Attempts.of(self.request)
-        self.keeper = keeper_for(settings)
+        self.keeper = transaction_for(settings) if options.in_transaction else keeper_for(settings)
         self.hold = hold_for(options, settings.namespace, args, kwargs)
         self.identity = self._identity(settings.namespace)
         self._kept_back: list[Callable[[], Any]] = []
+        self._holder = self.keeper
+        self.too_many_waited = False
+        self.seconds_in_queue = 0.0
         self._started = False
         self._goes_on = options.on_lost == "continue"
         if self.identity is not None:
@@ -94,7 +98,8 @@ class Execution:
     ) -> None:
         leave(self.hold)
         try:
-            self.keeper.release(self.hold)
+            # A successor of its own must not meet what its predecessor leaves behind.
+            self._holder.release(self.hold, success=error is None, linger=not self._kept_back)
         finally:
             _executions.set(tuple(each for each in _executions.get() if each is not self))
             self._tell_end()
@@ -106,6 +111,8 @@ class Execution:
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""
         asked = self.keeper.acquire(self.hold, self.identity)
+        if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
+            asked = self._wait()
         try:
             finished = self._was_finished_before()
         except Exception as exc:  # noqa: BLE001 - any backend, any error: ask again when it is back
@@ -118,9 +125,32 @@ class Execution:
             self._tell_start()
         return asked
 
+    def _wait(self) -> Acquire:
+        """Wait for the hold in PostgreSQL's queue, with no more others than the task allows."""
+        limit = self.options.max_waiters
+        if limit is None:
+            return self._stand_in_queue()
+        place = Hold(id_of(f"<waiters>:{self.hold.name or self.hold.id}"), limit=limit)
+        asked = self.keeper.acquire(place)
+        if asked.answer is not Answer.GRANTED:
+            self.too_many_waited = asked.answer is Answer.CONFLICT
+            return Acquire(self.hold, answer=asked.answer, error=asked.error)
+        try:
+            return self._stand_in_queue()
+        finally:
+            self.keeper.release(place)
+
+    def _stand_in_queue(self) -> Acquire:
+        since = time.monotonic()
+        try:
+            asked, self._holder = self.keeper.wait(self.hold, self.options.max_wait)
+            return asked
+        finally:
+            self.seconds_in_queue = time.monotonic() - since
+
     def interruptible(self) -> AbstractContextManager[None]:
         """What the body runs in: it is stopped when the lock is lost, unless its task wants to go on."""
-        return nullcontext() if self._goes_on else self.keeper.interrupt_for(self.hold)
+        return nullcontext() if self._goes_on else self._holder.interrupt_for(self.hold)
 
     def runs_again_after(self, error: Exception) -> bool:
         """Whether an execution that ended with this error lost its lock, and is to be published again.
@@ -191,10 +221,12 @@ class Execution:
 def hold_for(options: LockOptions, namespace: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hold:
     name = options.named(namespace, args, kwargs)
     if isinstance(name, LockId):
-        return Hold(name)
-    id = id_of(name)
-    label = f"{namespace}:{options.lock_name} ({id[0]})" if options.private else name
-    return Hold(id, name, label=label)
+        id, text, label = name, None, repr(name)
+    else:
+        id, text, label = id_of(name), name, name
+    if options.private:
+        label = f"{namespace}:{options.lock_name} ({id[0]})"
+    return Hold(id, text, label=label, shared=options.shared, limit=options.limit, min_hold=options.min_hold)
 
 
 def kept_back_by(request: Context) -> Execution | None:

@@ -49,13 +49,20 @@ class CheckLocks(bootsteps.Step):
         settings = settings_of(worker.app)
         if settings is not None:
             refuse_blocking_eventlet()
-            check_server(settings)
+            for in_transaction in sorted(scopes_of(worker.app)):
+                check_server(settings, transactions=in_transaction)
 
 
-def check_server(settings: Settings) -> None:
+def scopes_of(app: Celery) -> set[bool]:
+    """Which scopes the app's tasks use: whether their locks live in transactions."""
+    options = (getattr(task, "_lock_options", None) for task in app.tasks.values())
+    return {each.in_transaction for each in options if each is not None}
+
+
+def check_server(settings: Settings, *, transactions: bool) -> None:
     """Ask the server once whether it can lock."""
     try:
-        probe(settings)
+        probe(settings, transactions=transactions)
     except LockSetupError as exc:
         raise ImproperlyConfigured(str(exc)) from exc
     except LockUnavailable as exc:

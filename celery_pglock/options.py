@@ -16,14 +16,22 @@ from celery.exceptions import ImproperlyConfigured
 from .locks import keys
 from .locks.errors import LockKeyError
 
-__all__ = ["MARKER", "POLICIES", "LockOptions", "lock_options_of"]
+__all__ = ["DECISIONS", "UNSET", "LockOptions", "lock_options_of"]
 
-POLICIES = ("skip", "retry", "raise")
+#: What a callable policy may decide, when the name was asked for and refused already.
+DECISIONS = ("skip", "retry", "raise")
+POLICIES = (*DECISIONS, "wait")
+MODES = ("exclusive", "shared")
+SCOPES = ("session", "transaction")
+
+#: Seconds that a conflict may last in all, where the task does not say.
+MAX_WAIT = {"wait": 60.0}
+MAX_WAIT_OF_RETRIES = 3600.0
 
 LOSS_POLICIES = ("abort", "retry", "continue")
 
-#: Stands for the marker of a skipped execution: None is a result like any other.
-MARKER = object()
+#: Stands for what is not set, where None means something.
+UNSET = object()
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class LockOptions:
     jitter: bool
     skip_result: Any
     on_lost: str
+    shared: bool
+    limit: int
+    min_hold: float
+    max_waiters: int | None
+    in_transaction: bool
 
     def named(self, namespace: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> keys.LockId | str:
         """Return the name of one call, or the id that its ``lock_key`` names. Raises `LockKeyError`."""
@@ -68,18 +81,46 @@ def lock_options_of(
     option = Option(task)
     if not option.flag("lock_enabled"):
         return None
+    refuse_pairs(option)
     return LockOptions(
         key=option.key("lock_key"),
         lock_name=option.text("lock_name", task.name),
         private=option.value("lock_key") is None,
         on_conflict=option.policy("lock_on_conflict"),
-        max_wait=option.seconds("lock_max_wait"),
+        max_wait=option.max_wait("lock_max_wait"),
         backoff=option.whole_seconds("lock_retry_backoff"),
         backoff_max=option.whole_seconds("lock_retry_backoff_max"),
         jitter=option.flag("lock_retry_jitter"),
         skip_result=option.value("lock_skip_result"),
         on_lost=option.choice("lock_on_lost", LOSS_POLICIES),
+        shared=option.choice("lock_mode", MODES) == "shared",
+        limit=option.count("lock_limit"),
+        min_hold=option.seconds("lock_min_hold") or 0.0,
+        max_waiters=option.count_or_none("lock_max_waiters"),
+        in_transaction=option.choice("lock_scope", SCOPES) == "transaction",
     )
+
+
+def refuse_pairs(option: Option) -> None:
+    """Refuse options that make no sense together."""
+    waits = option.value("lock_on_conflict") == "wait"
+    shared = option.value("lock_mode") == "shared"
+    limited = option.value("lock_limit") != 1
+    in_transaction = option.value("lock_scope") == "transaction"
+    if limited and waits:
+        raise option.refuse("lock_limit", 'there is no queue for N at once: use lock_on_conflict="retry"')
+    if limited and in_transaction:
+        raise option.refuse("lock_limit", 'a transaction takes no slots: use lock_scope="session"')
+    if in_transaction and option.value("lock_min_hold"):
+        raise option.refuse("lock_min_hold", 'the lock ends with its transaction: use lock_scope="session"')
+    if in_transaction and option.value("lock_max_waiters") is not None:
+        raise option.refuse("lock_max_waiters", 'places are kept by sessions: use lock_scope="session"')
+    if limited and shared:
+        raise option.refuse("lock_limit", 'readers are not counted: use lock_mode="exclusive"')
+    if shared and option.value("lock_min_hold"):
+        raise option.refuse("lock_min_hold", 'readers do not keep each other away: use lock_mode="exclusive"')
+    if option.value("lock_max_waiters") is not None and not waits:
+        raise option.refuse("lock_max_waiters", 'nobody waits but with lock_on_conflict="wait"')
 
 
 def options_given(task: type[Task[..., Any]], base: type) -> Iterator[str]:
@@ -146,6 +187,20 @@ class Option:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise self.refuse(name, f"seconds >= 0, a timedelta, or None for ever, not {value!r}")
         return float(value)
+
+    def max_wait(self, name: str) -> float | None:
+        if self.value(name) is not UNSET:
+            return self.seconds(name)
+        return MAX_WAIT.get(str(self.value("lock_on_conflict")), MAX_WAIT_OF_RETRIES)
+
+    def count(self, name: str) -> int:
+        value = self.value(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.refuse(name, f"a whole number >= 1, not {value!r}")
+        return value
+
+    def count_or_none(self, name: str) -> int | None:
+        return None if self.value(name) is None else self.count(name)
 
     def whole_seconds(self, name: str) -> int:
         value = self.value(name)

@@ -13,8 +13,8 @@ from . import conflict, hooks
 from .config import settings_of
 from .execution import Execution, is_under_way, kept_back_by
 from .locks.hold import Hold, current_lock, holds_of_this_context
-from .locks.session import Answer
-from .options import MARKER, LockOptions, lock_options_of
+from .locks.requests import Answer
+from .options import UNSET, LockOptions, lock_options_of
 
 __all__ = ["AdvisoryLockedTask"]
 
@@ -39,10 +39,23 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
     lock_name: str | None = None
     #: False: this task runs unlocked.
     lock_enabled: bool = True
-    #: "skip", "retry", "raise", or a callable that is handed a `Conflict` and returns one of them.
+    #: "skip", "retry", "raise", "wait" for a turn in PostgreSQL's queue, or a callable that is handed a
+    #: `Conflict` and returns one of the first three.
     lock_on_conflict: Any = "skip"
     #: Seconds (or a timedelta) that a conflict may last in all before `LockNotAcquired`; None: for ever.
-    lock_max_wait: Any = 3600.0
+    #: Unset: 3600, and 60 for "wait".
+    lock_max_wait: Any = UNSET
+    #: With "wait": so many wait for a name at most, and who comes later is skipped. None: no limit.
+    lock_max_waiters: int | None = None
+    #: "exclusive", or "shared": readers run together, an exclusive one runs alone.
+    lock_mode: str = "exclusive"
+    #: "session", or "transaction": the lock lives in an open transaction, ``self.lock.connection``, that is
+    #: committed with success and rolled back with every other end. Works behind a transaction pooler.
+    lock_scope: str = "session"
+    #: So many may hold the name at once.
+    lock_limit: int = 1
+    #: Seconds (or a timedelta) that the name stays taken from the grant, even if the body is done.
+    lock_min_hold: Any = 0
     #: Whole seconds before the first retry after a conflict, doubled with each further one.
     lock_retry_backoff: Any = 2
     #: Whole seconds that are never exceeded between two tries.
@@ -50,7 +63,7 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
     #: Draw the seconds at random between 1 and the backoff.
     lock_retry_jitter: bool = True
     #: What a skipped execution returns. Unset: a marker, see `is_skipped`.
-    lock_skip_result: Any = MARKER
+    lock_skip_result: Any = UNSET
     #: When the lock is lost: "abort" interrupts the body, and the task fails with `LockLost`; "retry"
     #: interrupts it and publishes it again; "continue" lets it go on.
     lock_on_lost: str = "abort"
@@ -68,6 +81,7 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
         by_choice = issubclass(app.Task, AdvisoryLockedTask) and issubclass(cls, app.Task)
         cls._lock_options = lock_options_of(cls, AdvisoryLockedTask, app.Task if by_choice else None)
         if cls._lock_options is not None:
+            refuse_other_limit(cls, cls._lock_options, app)
             hooks.install(app)
 
     @property
@@ -152,4 +166,15 @@ def refuse_lost_wrappers(cls: type[Task[..., Any]], app: Celery) -> None:
             raise ImproperlyConfigured(
                 f"task {cls.name!r}: base= leaves out the app's task_cls {base.__name__}, which wraps"
                 f" __call__: use both: class LockedTask(AdvisoryLockedTask, {base.__name__})"
+            )
+
+
+def refuse_other_limit(cls: type[Task[..., Any]], options: LockOptions, app: Celery) -> None:
+    """Refuse tasks that share a name and differ in how many may hold it: each would count for itself."""
+    for other in app._tasks.values():
+        others = getattr(other, "_lock_options", None)
+        if others is not None and others.lock_name == options.lock_name and others.limit != options.limit:
+            raise ImproperlyConfigured(
+                f"task {cls.name!r}: lock_limit: {options.limit}, while task {other.name!r} of the same lock_name"
+                f" {options.lock_name!r} has {others.limit}: one lock_name has one lock_limit"
             )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from enum import Enum
+from typing import Any
 
 from .errors import LockLost
 from .keys import LockId
@@ -31,27 +32,30 @@ class Hold:
         RELEASED = "released"
         LOST = "lost"
 
-    __slots__ = (
-        "_asked_at",
-        "_held_since",
-        "_loss",
-        "_released_at",
-        "_status",
-        "_token",
-        "_token_source",
-        "id",
-        "label",
-        "name",
-    )
-
-    def __init__(self, id: LockId, name: str | None = None, *, label: str | None = None) -> None:
+    def __init__(
+        self,
+        id: LockId,
+        name: str | None = None,
+        *,
+        label: str | None = None,
+        shared: bool = False,
+        limit: int = 1,
+        min_hold: float = 0.0,
+    ) -> None:
         self.id = id
+        self.shared = shared
+        #: How many may hold it at once, each in a slot of its own.
+        self.limit = limit
+        self.slot = 0
+        #: Seconds from the grant that it stays taken at least.
+        self.min_hold = min_hold
         #: The text behind the id; `None` where an id was given as it is.
         self.name = name
         #: What logs, markers and errors call the lock: a name that holds all arguments stays out of them.
         self.label = label or name or repr(id)
         self._status = self.Status.NEW
         self._loss = ""
+        self._connection: Any = None
         self._token: int | None = None
         self._token_source: Callable[[], int] | None = None
         self._asked_at = self._held_since = self._released_at = time.monotonic()
@@ -64,6 +68,13 @@ class Hold:
         return self._status
 
     @property
+    def occupied(self) -> LockId:
+        """What it occupies in PostgreSQL: the id, or the one beside it that belongs to its slot."""
+        if not self.slot:
+            return self.id
+        return self.id.beside(self.slot)
+
+    @property
     def lost(self) -> bool:
         """Whether the lock is gone although nobody released it."""
         return self._status is self.Status.LOST
@@ -72,6 +83,13 @@ class Hold:
         """Raise `LockLost` if the lock is gone. Asks nobody: it tells what is known by now."""
         if self.lost:
             raise LockLost(self.label, self._loss)
+
+    @property
+    def connection(self) -> Any:
+        """The connection whose transaction holds the lock, for the body to use. Elsewhere a `TypeError`."""
+        if self._connection is None:
+            raise TypeError(f'{self!r} does not live in a transaction: set lock_scope="transaction"')
+        return self._connection
 
     def fencing_token(self) -> int:
         """Return a number that is greater than that of every earlier holder of this name.
@@ -104,15 +122,19 @@ class Hold:
 
     # The session's side: only the granting session calls what follows.
 
-    def _granted(self) -> None:
+    def _granted(self, slot: int) -> None:
+        self.slot = slot
         self._held_since = time.monotonic()
         self._status = self.Status.HELD
 
     def _released(self) -> None:
-        self._released_at = time.monotonic()
-        self._status = self.Status.RELEASED
+        if self._status is self.Status.HELD:
+            self._released_at = time.monotonic()
+            self._status = self.Status.RELEASED
 
     def _lost(self, reason: str) -> None:
+        if self._status is not self.Status.HELD:
+            return
         self._released_at = time.monotonic()
         self._loss = reason
         self._status = self.Status.LOST

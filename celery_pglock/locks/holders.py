@@ -7,21 +7,30 @@ from __future__ import annotations
 
 from .keys import LockId
 
-__all__ = ["holder_query", "id_from_pg_locks"]
+__all__ = ["holder_query", "id_from_pg_locks", "matches"]
 
 HOLDER = """
     (SELECT format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' || client_addr)
      FROM pg_locks JOIN pg_stat_activity USING (pid)
-     WHERE locktype = 'advisory' AND granted
-       AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-       AND (classid, objid, objsubid) = ({}, {}, {})
+     WHERE granted AND {}
      LIMIT 1)
+"""
+
+#: Locks of other databases are shown too, and are none of ours.
+MATCHES = """
+    (locktype = 'advisory' AND (classid, objid, objsubid) = ({}, {}, {})
+     AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))
 """
 
 
 def holder_query(id: LockId) -> str:
     """A column that tells in words which session holds an id, NULL if none does."""
-    return HOLDER.format(*id_in_pg_locks(id))
+    return HOLDER.format(matches(id))
+
+
+def matches(id: LockId) -> str:
+    """A condition on ``pg_locks`` that an id fulfils."""
+    return MATCHES.format(*id_in_pg_locks(id))
 
 
 def id_in_pg_locks(id: LockId) -> tuple[int, int, int]:

@@ -25,15 +25,20 @@ from .hold import Hold
 from .interrupt import Interrupt
 from .keys import LockId
 from .owner import Owner
+from .requests import Acquire, Answer, FindHolder, NextToken, Ping, Release, Request, batches, refuse
 from .server import OnStandby, SessionBroken
-from .session import Acquire, Answer, FindHolder, NextToken, Ping, Release, Request, Session
+from .session import Session
 from .settings import Settings
+from .transaction import Transaction, close_warm, disown_all, probe_transactions
 from .watch import Watch
 
 __all__ = ["Keeper", "close_all", "keeper_for", "name_this_process", "probe", "serve_one_at_a_time"]
 
 #: Seconds that an owed unlock waits for a statement to ride on.
 OWED_WITHIN = 0.2
+
+#: Seconds between two looks at a hold of our own session that stands in the way of a wait.
+WAIT_FOR_OURSELVES = 0.05
 
 #: Seconds between two tries to stop a body whose lock is lost.
 INTERRUPT_EVERY = 0.25
@@ -42,8 +47,10 @@ INTERRUPT_EVERY = 0.25
 class Keeper:
     """Acquires and releases holds on one session of this process."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, shared: bool = True) -> None:
+        """With ``shared`` False the keeper serves one asker alone, who talks to the session himself."""
         self._settings = settings
+        self._shared = shared
         self._session: Session | None = None
         #: One statement at a time.
         self._statement = threading.Lock()
@@ -52,6 +59,10 @@ class Keeper:
         self._running: set[Interrupt] = set()
         #: When owed unlocks have waited long enough.
         self._pay_at: float | None = None
+        #: Holds whose bodies are over, and that stay taken until their time is up.
+        self._lingering: list[tuple[float, Hold]] = []
+        if not shared:
+            _alone.add(self)
 
     def interrupt_for(self, hold: Hold) -> Interrupt:
         """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then."""
@@ -68,19 +79,50 @@ class Keeper:
         self._ask(asked)
         return asked
 
-    def release(self, hold: Hold) -> None:
+    def wait(self, hold: Hold, seconds: float | None) -> tuple[Acquire, Keeper]:
+        """Take a turn in PostgreSQL's own queue, first come, first served, and be woken at once.
+
+        ``seconds`` may be None, for ever. The hold is released at the keeper that is returned: a session
+        which many share can't wait for one of them.
+        """
+        keeper = self if self._asks_in_place else Keeper(self._settings, shared=False)
+        until = None if seconds is None else time.monotonic() + seconds
+        asked = Acquire(hold, wait=seconds)
+        hold._token_source = keeper._next_token
+        try:
+            keeper._ask(asked)
+            # A conflict before the time is up comes from this process: a hold on the same session.
+            while asked.answer is Answer.CONFLICT and (until is None or time.monotonic() < until):
+                time.sleep(WAIT_FOR_OURSELVES)
+                asked.wait = None if until is None else max(0.0, until - time.monotonic())
+                keeper._ask(asked)
+        finally:
+            if not keeper._shared and hold.status is not hold.Status.HELD:
+                keeper.retire()
+        return asked, keeper
+
+    def release(self, hold: Hold, *, linger: bool = True, success: bool = True) -> None:  # noqa: ARG002
         """Release a hold and wait until it is free; afterwards ``hold.lost`` is final.
 
-        Does nothing for what is not held.
+        One with a minimum hold stays taken until that is over, unless it is not to linger. Does nothing for
+        what is not held.
         """
-        if hold.status is hold.Status.HELD:
-            self._ask(Release(hold))
+        if hold.status is not hold.Status.HELD:
+            return
+        if linger and hold.seconds_held < hold.min_hold:
+            self._lingering.append((time.monotonic() + hold.min_hold - hold.seconds_held, hold))
+            hold._released()
+            self._watch.wake()
+            return
+        self._ask(Release(hold))
+        if not self._shared:
+            self.retire()
 
     def release_soon(self, hold: Hold) -> None:
         """Release a hold without waiting: a fraction of a second later at the latest."""
         if hold.status is not hold.Status.HELD:
             return
-        if not _one_at_a_time:
+        if not self._asks_in_place:
             self._owner.post(Release(hold))
             return
         with self._statement:
@@ -114,6 +156,13 @@ class Keeper:
         finally:
             self._statement.release()
 
+    def retire(self) -> None:
+        """Close for good."""
+        self.close()
+        _alone.discard(self)
+        self._owner.stop()
+        self._watch.stop()
+
     def disown(self) -> None:
         """Give up what a forked child has inherited."""
         self._watch.close()
@@ -122,8 +171,12 @@ class Keeper:
 
     # Questions and answers.
 
+    @property
+    def _asks_in_place(self) -> bool:
+        return _one_at_a_time or not self._shared
+
     def _ask(self, request: Request) -> None:
-        if _one_at_a_time:
+        if self._asks_in_place:
             self._answer([request])
         else:
             self._owner.ask(request)
@@ -132,15 +185,20 @@ class Keeper:
         """Answer requests. Whatever goes wrong at the server becomes the answer of those who asked."""
         with self._statement:
             try:
-                self._perform(requests)
-            except SessionBroken:
-                # A server restart between two tasks costs nothing. Releases need no second try: what the
-                # broken session held is free.
-                self._perform_anew([request for request in requests if isinstance(request, Acquire)])
+                for batch in batches(requests):
+                    self._answer_batch(batch)
             except BaseException:
                 # Interrupted inside a statement: what the server made of it is unknown.
                 self._drop_session("its task was interrupted while PostgreSQL was asked")
                 raise
+
+    def _answer_batch(self, requests: Sequence[Request]) -> None:
+        try:
+            self._perform(requests)
+        except SessionBroken:
+            # A server restart between two tasks costs nothing. Releases need no second try: what the
+            # broken session held is free.
+            self._perform_anew([request for request in requests if isinstance(request, Acquire)])
 
     def _perform_anew(self, requests: Sequence[Acquire]) -> None:
         try:
@@ -162,7 +220,7 @@ class Keeper:
             refuse(requests, exc)
             return
         try:
-            session.perform(requests)
+            perform(session, requests)
         except SessionBroken as exc:
             self._drop_session(str(exc))
             raise
@@ -212,6 +270,7 @@ class Keeper:
     def _on_pause(self) -> float | None:
         """Do what is due, and tell when to come again."""
         pauses, session, now = [], self._session, time.monotonic()
+        pauses += self._end_lingering(now)
         if self._pay_at is not None and now < self._pay_at:
             pauses.append(self._pay_at - now)
         elif self._pay_at is not None:
@@ -224,6 +283,13 @@ class Keeper:
                 interrupt.stop()
             pauses.append(INTERRUPT_EVERY)
         return min(pauses, default=None)
+
+    def _end_lingering(self, now: float) -> list[float]:
+        due = [hold for until, hold in list(self._lingering) if until <= now]
+        self._lingering = [(until, hold) for until, hold in self._lingering if until > now]
+        for hold in due:
+            self._owner.post(Release(hold))
+        return [until - now for until, _ in self._lingering]
 
     def _keep_alive(self, session: Session) -> list[float]:
         """Ask a session for a sign of life where its silence would mean something.
@@ -253,15 +319,19 @@ class Keeper:
             session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
 
 
-def refuse(requests: Sequence[Request], error: LockError) -> None:
-    for request in requests:
-        if isinstance(request, Acquire):
-            request.answer, request.error = Answer.UNKNOWN, error
+def perform(session: Session, requests: Sequence[Request]) -> None:
+    """Put a batch to a session."""
+    if len(requests) == 1 and isinstance(requests[0], Acquire) and requests[0].wait != 0:
+        session.stand_in_queue(requests[0])
+    else:
+        session.perform(requests)
 
 
 # This process.
 
 _keepers: dict[Settings, Keeper] = {}
+#: Keepers of one asker each, who waits or works under what he waited for.
+_alone: set[Keeper] = set()
 _proven: set[Settings] = set()
 _opening = threading.Lock()
 _one_at_a_time = False
@@ -277,8 +347,19 @@ def keeper_for(settings: Settings) -> Keeper:
     return keeper
 
 
-def probe(settings: Settings) -> None:
-    """Connect once and check the server. Raises `LockSetupError` or `LockUnavailable`."""
+def transaction_for(settings: Settings) -> Transaction:
+    """Return a scope for one hold that lives in a transaction."""
+    return Transaction(settings, application_name())
+
+
+def probe(settings: Settings, *, transactions: bool = False) -> None:
+    """Connect once and check the server for one of the scopes.
+
+    Raises `LockSetupError` or `LockUnavailable`.
+    """
+    if transactions:
+        probe_transactions(settings, application_name())
+        return
     session = Session(settings, application_name())
     try:
         session.set_up()
@@ -329,15 +410,18 @@ def application_name() -> str:
 @atexit.register
 def close_all() -> None:
     """Close every session of this process that nobody works under."""
-    for keeper in _keepers.values():
+    for keeper in [*_keepers.values(), *_alone]:
         keeper.close()
+    close_warm()
 
 
 def _disown_all() -> None:
     global _keepers, _opening
-    for keeper in _keepers.values():
+    for keeper in [*_keepers.values(), *_alone]:
         keeper.disown()
+    disown_all()
     _keepers, _opening = {}, threading.Lock()
+    _alone.clear()
 
 
 os.register_at_fork(after_in_child=_disown_all)

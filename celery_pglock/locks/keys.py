@@ -49,6 +49,11 @@ class LockId(tuple[int, ...]):
                 raise ValueError(f"LockId: {number} is outside {valid.start} .. {valid.stop - 1}")
         return super().__new__(cls, keys)
 
+    def beside(self, slot: int) -> LockId:
+        """The id of a slot of this one, away from the edge of the numbers. Slot 0 is the id itself."""
+        last = self[-1] - slot if self[-1] > 0 else self[-1] + slot
+        return LockId(last) if len(self) == 1 else LockId(self[0], last)
+
     def __getnewargs__(self) -> tuple[int, ...]:
         return tuple(self)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from .session import Acquire, Release, Request
+from .requests import Acquire, Release, Request
 
 __all__ = ["Owner"]
 
@@ -24,6 +24,7 @@ class Owner:
         self._pending: deque[tuple[Request, threading.Lock]] = deque()
         self._asleep = threading.Lock()
         self._starting = threading.Lock()
+        self._stopped = False
         self._thread: threading.Thread | None = None
 
     def ask(self, request: Request) -> None:
@@ -47,12 +48,17 @@ class Owner:
                 self._thread.start()
         return answered
 
+    def stop(self) -> None:
+        """Answer what is pending, and then no more."""
+        self._stopped = True
+        self._wake()
+
     def _wake(self) -> None:
         with suppress(RuntimeError):  # it is awake
             self._asleep.release()
 
     def _serve(self) -> None:
-        while True:
+        while not self._stopped or self._pending:
             # Bounded, since an asker may be interrupted between its question and its wake-up call.
             self._asleep.acquire(timeout=1.0)
             batch = [self._pending.popleft() for _ in range(len(self._pending))]

@@ -6,8 +6,11 @@ It knows nothing of holds.
 from __future__ import annotations
 
 import math
+import os
+import socket
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -23,6 +26,8 @@ __all__ = [
     "SessionBroken",
     "check_server",
     "connect",
+    "cut",
+    "disown",
     "is_broken",
     "query",
     "reason_of",
@@ -31,7 +36,8 @@ __all__ = [
     "set_statement",
 ]
 
-Connection = psycopg.Connection[tuple[object, ...]]
+Connection = psycopg.Connection[Any]
+SomeConnection = TypeVar("SomeConnection", bound=Connection)
 
 CONNECT_TIMEOUT = 5  # seconds: libpq's own default is to wait for ever
 
@@ -56,7 +62,7 @@ class OnStandby(LockUnavailable):
     """The server is a standby: a wrong setting, or a failover that is not over yet."""
 
 
-def connect(settings: Settings, application_name: str) -> Connection:
+def connect(settings: Settings, application_name: str, kind: type[SomeConnection]) -> SomeConnection:
     """Open a connection, in a bounded time. Raises `LockUnavailable`, `LockSetupError` for what is no URL."""
     try:
         given = conninfo_to_dict(settings.database_url)
@@ -77,7 +83,7 @@ def connect(settings: Settings, application_name: str) -> Connection:
         options.setdefault("target_session_attrs", wanted)
     conninfo = make_conninfo(**options | {"application_name": application_name})
     try:
-        return psycopg.connect(conninfo, autocommit=True, prepare_threshold=None)
+        return kind.connect(conninfo, autocommit=True, prepare_threshold=None)
     except psycopg.OperationalError as exc:
         raise LockUnavailable(reason_of(exc)) from exc
 
@@ -113,14 +119,16 @@ def session_settings(settings: Settings) -> dict[str, str]:
         "tcp_keepalives_interval": str(math.ceil(bound / 3)),
         "tcp_keepalives_count": "2",
         "tcp_user_timeout": str(math.ceil(bound * 1000)),
+        # A backend that waits in the queue does not see otherwise that its client is gone.
+        "client_connection_check_interval": "500",
     }
 
 
-def set_statement(values: Mapping[str, str]) -> str:
-    """Set what the server has, and leave out what its release does not know."""
+def set_statement(values: Mapping[str, str], *, local: bool = False) -> str:
+    """Set what the server knows of, for the session or the transaction. Releases differ in what they know."""
     rows = ", ".join(f"('{name}', '{value}')" for name, value in values.items())
     return (
-        f"SELECT set_config(name, value, false) FROM (VALUES {rows}) AS given (name, value)"
+        f"SELECT set_config(name, value, {str(local).lower()}) FROM (VALUES {rows}) AS given (name, value)"
         " JOIN pg_settings USING (name)"
     )
 
@@ -133,10 +141,30 @@ def query(connection: Connection, statement: str) -> list[list[bytes | None]]:
     pgconn = connection.pgconn
     pgconn.send_query(statement.encode())
     result = connection.wait(execute(pgconn))[-1]
-    if result.status != psycopg.pq.ExecStatus.TUPLES_OK:
+    if result.status not in (psycopg.pq.ExecStatus.TUPLES_OK, psycopg.pq.ExecStatus.COMMAND_OK):
         raise psycopg.errors.error_from_result(result)
     columns = range(result.nfields)
     return [[result.get_value(row, column) for column in columns] for row in range(result.ntuples)]
+
+
+def cut(connection: Connection) -> None:
+    """Shut a connection down under a statement that waits for its answer, so that it fails now."""
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as handle:
+        handle.shutdown(socket.SHUT_RDWR)
+
+
+def disown(connection: Connection) -> None:
+    """Give a connection up in a forked child, so that only the parent's end is left.
+
+    A close in the child would end the parent's session, and a descriptor that stays open there would keep a
+    dead parent's locks alive.
+    """
+    if connection.closed:
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, connection.fileno())
+    os.close(null)
+    connection.close()
 
 
 def is_broken(connection: Connection, exc: psycopg.Error) -> bool:

@@ -1,4 +1,4 @@
-"""One PostgreSQL connection and the holds on it. All SQL on session locks stands here.
+"""One PostgreSQL connection and the holds on it.
 
 Facts that shaped it:
 
@@ -7,8 +7,6 @@ Facts that shaped it:
 - Locks stack inside a session: PostgreSQL grants a held id again to the session that has it. So the table
   of holds, not the server, decides between the threads and greenlets of one process.
 - One statement may carry many questions, one column for each, so that fifty of them cost one round trip.
-- Statements hold literal numbers and no parameters: nothing is prepared on the server, which poolers would
-  lose.
 
 It does not know threads: exactly one caller at a time, see `keeper`.
 """
@@ -16,24 +14,24 @@ It does not know threads: exactly one caller at a time, see `keeper`.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 
 import psycopg
 
-from .errors import LockError, LockSetupError
+from .errors import LockSetupError
 from .hold import Hold
 from .holders import holder_query, id_from_pg_locks
 from .keys import LockId
+from .requests import Acquire, Answer, FindHolder, NextToken, Release, Request
 from .server import (
     WHO_AM_I,
+    Connection,
     SessionBroken,
     check_server,
     connect,
+    cut,
+    disown,
     is_broken,
     query,
     reason_of,
@@ -42,71 +40,25 @@ from .server import (
     set_statement,
 )
 from .settings import Settings
+from .sql import (
+    OWN_LOCKS,
+    REFUSED,
+    answer_of,
+    if_locked,
+    milliseconds,
+    nobody_waits_for,
+    queue_up,
+    truth,
+    try_lock,
+    try_slot,
+    unlock,
+    unlock_id,
+)
 
-__all__ = ["Acquire", "Answer", "FindHolder", "NextToken", "Ping", "Release", "Request", "Session"]
+__all__ = ["Session"]
 
 #: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
 PROOF_SUBSYSTEM = 0x70676C6B
-
-OWN_LOCKS = """
-    SELECT classid::bigint, objid::bigint, objsubid FROM pg_locks
-    WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
-"""
-
-
-class Answer(Enum):
-    """What came of one `Acquire`."""
-
-    GRANTED = "granted"
-    #: Somebody else holds the name.
-    CONFLICT = "conflict"
-    #: This very execution is under way elsewhere: its message came a second time.
-    SAME_EXECUTION = "same execution"
-    #: Nobody could say: ``Acquire.error`` tells why.
-    UNKNOWN = "unknown"
-
-
-@dataclass(eq=False)
-class Acquire:
-    """Ask for a hold, together with the identity of the execution that asks.
-
-    The identity is asked for first and kept whatever becomes of the name.
-    """
-
-    hold: Hold
-    identity: Hold | None = None
-    answer: Answer = Answer.UNKNOWN
-    error: LockError | None = None
-
-
-@dataclass(eq=False)
-class FindHolder:
-    """Ask who holds an id, in words."""
-
-    id: LockId
-    holder: str | None = None
-
-
-@dataclass(eq=False)
-class NextToken:
-    """Ask for a number that is greater than every one before, in the whole cluster."""
-
-    token: int | None = None
-
-
-@dataclass(eq=False)
-class Ping:
-    """Ask for a sign of life. Owed unlocks ride along."""
-
-
-@dataclass(eq=False)
-class Release:
-    """Give a hold back. Does nothing for one that is not held."""
-
-    hold: Hold
-
-
-Request = Acquire | Release | FindHolder | NextToken | Ping
 
 
 class Session:
@@ -115,20 +67,27 @@ class Session:
     def __init__(self, settings: Settings, application_name: str) -> None:
         """Connect. Nothing works before `set_up`. Raises `LockUnavailable` or `LockSetupError`."""
         self._settings = settings
+        #: Exclusive holds by what they occupy, and shared ones, of which many may have one id.
         self._holds: dict[LockId, Hold] = {}
+        self._readers: dict[LockId, list[Hold]] = {}
         #: Holds whose unlock is part of the statement under way.
         self._leaving: list[Hold] = []
         #: Holds that are over, whose unlock rides on the next statement.
         self._owed: list[Hold] = []
         self._sent_at: float | None = None
+        self._in_queue = False
         self._answered_at = time.monotonic()
         #: When its holds were given up although the connection stands, see `give_up`.
         self.given_up_at: float | None = None
-        self._connection = connect(settings, application_name)
+        self._connection = connect(settings, application_name, Connection)
 
     def __repr__(self) -> str:
-        state = "closed" if self._connection.closed else f"{len(self._holds)} held"
-        return f"<Session pid={self._connection.info.backend_pid if state != 'closed' else None} [{state}]>"
+        if self._connection.closed:
+            return "<Session [closed]>"
+        return f"<Session pid={self._connection.info.backend_pid} [{len(self._all_holds())} held]>"
+
+    def _all_holds(self) -> list[Hold]:
+        return [*self._holds.values(), *(hold for readers in self._readers.values() for hold in readers)]
 
     def set_up(self) -> None:
         """Check the server and tell it what it is to know. Raises `LockUnavailable` or `LockSetupError`."""
@@ -141,7 +100,8 @@ class Session:
     @property
     def idle(self) -> bool:
         """Whether nobody works under it."""
-        return all(hold in self._owed for hold in self._holds.values())
+        held = [hold for hold in self._all_holds() if hold.status is hold.Status.HELD]
+        return all(hold in self._owed for hold in held)
 
     @property
     def socket(self) -> int:
@@ -156,13 +116,13 @@ class Session:
     @property
     def holds_something(self) -> bool:
         """Whether anything depends on this session."""
-        return bool(self._holds)
+        return bool(self._holds or self._readers)
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the question that is not answered yet was sent; 0 where there is none."""
+        """Seconds since the question that is not answered yet was sent; 0 where there is none, or a queue."""
         sent_at = self._sent_at
-        return 0.0 if sent_at is None else time.monotonic() - sent_at
+        return 0.0 if sent_at is None or self._in_queue else time.monotonic() - sent_at
 
     @property
     def quiet_for(self) -> float:
@@ -189,20 +149,22 @@ class Session:
         self._owed.append(hold)
 
     def perform(self, requests: Sequence[Request]) -> None:
-        """Answer all requests with one statement.
+        """Answer a batch of requests with one statement.
 
-        Raises `SessionBroken` when the connection is gone, and `LockUnavailable` or `LockSetupError` when
-        the server answered with an error; then nothing was granted and all that was to be released is.
+        Raises `SessionBroken` when the connection is gone, and `LockError` when the server answered with an
+        error; then nothing was granted and all that was to be released is.
         """
         owed, self._owed = self._owed, []
         columns = [self._plan_release(hold) for hold in owed]
         columns += [self._plan(request) for request in requests]
         try:
             self._execute([column for column in columns if column is not None])
+        except psycopg.errors.LockNotAvailable:
+            self._recover()
+            refuse_waiting(requests)
         except psycopg.Error as exc:
             if not is_broken(self._connection, exc):
-                self._sent_at = None
-                self._reconcile()
+                self._recover()
                 raise refusal_of(exc) from exc
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
@@ -216,33 +178,23 @@ class Session:
         Called while a statement may be waiting for its answer, from another thread.
         """
         self.given_up_at = time.monotonic()
-        for hold in [*self._holds.values(), *self._leaving]:
+        for hold in [*self._all_holds(), *self._leaving]:
             if hold.status is hold.Status.HELD:
                 hold._lost(reason)
 
     def close(self, reason: str) -> None:
         """Close the connection, which frees all that is on it. What was still held counts as lost."""
         self.give_up(reason)
-        self._holds, self._leaving, self._owed = {}, [], []
+        self._holds, self._readers, self._leaving, self._owed = {}, {}, [], []
         self._connection.close()
 
     def cut(self) -> None:
         """Shut the connection down under a statement that waits for an answer, so that it fails now."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.socket)) as handle:
-            handle.shutdown(socket.SHUT_RDWR)
+        cut(self._connection)
 
     def disown(self) -> None:
-        """Give the connection up in a forked child, so that only the parent's end is left.
-
-        A close in the child would end the parent's session, and a descriptor that stays open there would
-        keep a dead parent's locks alive.
-        """
-        if self._connection.closed:
-            return
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, self._connection.fileno())
-        os.close(null)
-        self._connection.close()
+        """Give the connection up in a forked child."""
+        disown(self._connection)
 
     # One statement: a column for each question, and what to do with its value.
 
@@ -258,9 +210,11 @@ class Session:
         return "true", ignore
 
     def _plan_release(self, hold: Hold) -> Column | None:
-        if self._holds.get(hold.id) is not hold:
+        if not self._take_out(hold):
             return None
-        del self._holds[hold.id]
+        if hold.id in self._readers:
+            hold._released()
+            return None
         self._leaving.append(hold)
 
         def settle(unlocked: bytes | None) -> None:
@@ -269,34 +223,69 @@ class Session:
             else:
                 hold._lost("PostgreSQL did not know it any more")
 
-        return f"pg_advisory_unlock({sql(hold.id)})", settle
+        return unlock(hold), settle
+
+    def _take_out(self, hold: Hold) -> bool:
+        """Take a hold out of the table, and tell whether it was there."""
+        readers = self._readers.get(hold.id, [])
+        if hold in readers:
+            readers.remove(hold)
+            if not readers:
+                del self._readers[hold.id]
+            return True
+        if self._holds.get(hold.occupied) is not hold:
+            return False
+        del self._holds[hold.occupied]
+        return True
 
     def _plan_acquire(self, request: Acquire) -> Column | None:
         hold, identity = request.hold, request.identity
         if identity is not None and identity.id in self._holds:
             request.answer = Answer.SAME_EXECUTION
             return None
-        taken = hold.id in self._holds
-        if taken and identity is None:
+        question = self._question(request)
+        if question is None and identity is None:
             request.answer = Answer.CONFLICT
             return None
-        # Entered before the answer, so that the next question of this statement meets it.
-        asked = [each for each in (identity, None if taken else hold) if each is not None]
-        self._holds.update((each.id, each) for each in asked)
 
         def settle(value: bytes | None) -> None:
-            granted = truth(value) if identity is None or value is not None else None
-            request.answer = ANSWERS[granted]
-            if identity is not None and granted is not None:
-                identity._granted()
-            if granted:
-                hold._granted()
-            self._forget_ungranted(asked)
+            if value is None:
+                # The identity was refused, and the name not asked for.
+                request.answer = Answer.SAME_EXECUTION if identity is not None else answer_of(value)
+                return
+            if identity is not None:
+                self._enter(identity, slot=0)
+            request.answer = answer_of(value)
+            if request.answer is Answer.GRANTED:
+                self._enter(hold, slot=int(value))
 
-        question = "false" if taken else f"pg_try_advisory_lock({sql(hold.id)})"
-        if identity is not None:
-            question = f"CASE WHEN pg_try_advisory_lock({sql(identity.id)}) THEN {question} END"
-        return question, settle
+        question = question or REFUSED
+        if identity is None:
+            return question, settle
+        return if_locked(identity, question), settle
+
+    def _question(self, request: Acquire) -> str | None:
+        """What to ask for a hold, in an expression that gives the slot it got, or -1.
+
+        None where a hold of this session stands in the way: the server would grant what the session has.
+        """
+        hold = request.hold
+        if hold.limit > 1:
+            return try_slot(hold, [each.slot for each in self._holds.values() if each.id == hold.id])
+        if hold.id in self._holds or (hold.id in self._readers and not hold.shared):
+            return None
+        if hold.id in self._readers:
+            return nobody_waits_for(hold.id)
+        if request.wait != 0:
+            return queue_up(hold)
+        return try_lock(hold)
+
+    def _enter(self, hold: Hold, slot: int) -> None:
+        hold._granted(slot)
+        if hold.shared:
+            self._readers.setdefault(hold.id, []).append(hold)
+        else:
+            self._holds[hold.occupied] = hold
 
     def _plan_finding(self, request: FindHolder) -> Column:
         def settle(holder: bytes | None) -> None:
@@ -317,27 +306,39 @@ class Session:
                 settle(value)
         self._leaving.clear()
 
+    def stand_in_queue(self, request: Acquire) -> None:
+        """Answer an `Acquire` that waits: PostgreSQL's own queue, first come, first served.
+
+        Raises as `perform` does.
+        """
+        self._in_queue = True
+        try:
+            self._query(set_statement({"lock_timeout": milliseconds(request.wait)}))
+            self.perform([request])
+        except psycopg.Error as exc:
+            self.close(reason_of(exc))
+            raise SessionBroken(reason_of(exc)) from exc
+        finally:
+            self._in_queue = False
+
     def _query(self, statement: str) -> list[list[bytes | None]]:
         self._sent_at = time.monotonic()
         rows = query(self._connection, statement)
         self._sent_at, self._answered_at = None, time.monotonic()
         return rows
 
-    def _forget_ungranted(self, holds: Iterable[Hold]) -> None:
-        for hold in holds:
-            if hold.status is not hold.Status.HELD and self._holds.get(hold.id) is hold:
-                del self._holds[hold.id]
-
-    def _reconcile(self) -> None:
+    def _recover(self) -> None:
         """Bring the server back to what the table says.
 
         A statement that failed, say on a full lock table, may have locked and unlocked half of its ids.
         """
-        self._forget_ungranted(list(self._holds.values()))
+        self._sent_at = None
+        known = self._holds.keys() | self._readers.keys()
         try:
-            own = {id_from_pg_locks(*(int(half or 0) for half in row)) for row in self._query(OWN_LOCKS)}
-            for id in own - self._holds.keys():
-                self._query(f"SELECT pg_advisory_unlock({sql(id)})")
+            for *where, shared in ([int(part or 0) for part in row] for row in self._query(OWN_LOCKS)):
+                id = id_from_pg_locks(*where)
+                if id not in known:
+                    self._query(f"SELECT {unlock_id(id, shared=bool(shared))}")
         except psycopg.Error as exc:
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
@@ -349,24 +350,12 @@ class Session:
 Column = tuple[str, Callable[[bytes | None], None]]
 
 
-def truth(value: bytes | None) -> bool:
-    """Read a boolean. Raises `LockSetupError` for anything else, which must not pass for a refusal."""
-    if value not in (b"t", b"f"):
-        raise LockSetupError(f"the server's advisory locks answer {value!r}: name a PostgreSQL server")
-    return value == b"t"
-
-
 def ignore(_: bytes | None) -> None:
     """Settle nothing: the answer as such is the sign of life."""
 
 
-#: What the value of an `Acquire`'s column means. NULL: the identity was refused, the name not asked for.
-ANSWERS = {True: Answer.GRANTED, False: Answer.CONFLICT, None: Answer.SAME_EXECUTION}
-
-
-def sql(id: LockId) -> str:
-    """An id as the arguments of PostgreSQL's functions, whose number tells the two key spaces apart.
-
-    Quoted, since a bare negative number is an operator at work for the parser.
-    """
-    return ", ".join(f"'{key}'" for key in id)
+def refuse_waiting(requests: Iterable[Request]) -> None:
+    """The time in the queue is over."""
+    for request in requests:
+        if isinstance(request, Acquire):
+            request.answer = Answer.CONFLICT

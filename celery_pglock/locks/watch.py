@@ -11,6 +11,7 @@ import os
 import select
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from .interrupt import native_call, native_poll
@@ -35,6 +36,7 @@ class Watch:
         self._on_pause = on_pause
         self._socket: int | None = None
         self._woken, self._wake = os.pipe()
+        self._stopped = False
         self._thread: threading.Thread | None = None
 
     def look_at(self, socket: int | None) -> None:
@@ -47,21 +49,31 @@ class Watch:
 
     def wake(self) -> None:
         """Call ``on_pause`` now."""
-        os.write(self._wake, b".")
+        with suppress(OSError):  # it was stopped
+            os.write(self._wake, b".")
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped = True
+        if self._thread is None:
+            self.close()
+        else:
+            self.wake()
 
     def close(self) -> None:
-        """Give the pipe back, in a forked child where no thread waits on it."""
+        """Give the pipe back, where no thread waits on it: in a forked child."""
         os.close(self._woken)
         os.close(self._wake)
 
     def _serve(self) -> None:
-        while True:
+        while not self._stopped:
             pause = self._on_pause()
             socket = self._socket
             ended = native_call(partial(self._sleep, socket, pause))
             if ended and socket is not None and socket == self._socket:
                 self._socket = None
                 self._on_end(socket)
+        self.close()
 
     def _sleep(self, socket: int | None, pause: float | None) -> bool:
         """Sleep until the connection ends (True), the pause is over, or somebody wakes us."""

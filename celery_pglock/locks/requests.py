@@ -1,0 +1,101 @@
+"""What a session can be asked. A request carries its own answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .errors import LockError
+from .hold import Hold
+from .keys import LockId
+
+__all__ = ["Acquire", "Answer", "FindHolder", "NextToken", "Ping", "Release", "Request", "batches", "refuse"]
+
+
+class Answer(Enum):
+    """What came of one `Acquire`."""
+
+    GRANTED = "granted"
+    #: Somebody else holds the name.
+    CONFLICT = "conflict"
+    #: This very execution is under way elsewhere: its message came a second time.
+    SAME_EXECUTION = "same execution"
+    #: Nobody could say: ``Acquire.error`` tells why.
+    UNKNOWN = "unknown"
+
+
+@dataclass(eq=False)
+class Acquire:
+    """Ask for a hold, together with the identity of the execution that asks.
+
+    The identity is asked for first and kept whatever becomes of the name.
+    """
+
+    hold: Hold
+    identity: Hold | None = None
+    #: Seconds to stand in PostgreSQL's queue; None: for ever; 0: not at all.
+    wait: float | None = 0.0
+    answer: Answer = Answer.UNKNOWN
+    error: LockError | None = None
+
+
+@dataclass(eq=False)
+class Release:
+    """Give a hold back. Does nothing for one that is not held."""
+
+    hold: Hold
+
+
+@dataclass(eq=False)
+class FindHolder:
+    """Ask who holds an id, in words."""
+
+    id: LockId
+    holder: str | None = None
+
+
+@dataclass(eq=False)
+class NextToken:
+    """Ask for a number that is greater than every one before, in the whole cluster."""
+
+    token: int | None = None
+
+
+@dataclass(eq=False)
+class Ping:
+    """Ask for a sign of life. Owed unlocks ride along."""
+
+
+Request = Acquire | Release | FindHolder | NextToken | Ping
+
+
+def batches(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Split requests, in their order, into what one statement can ask.
+
+    Two questions for one name don't go together: what the second may ask depends on the first one's answer.
+    """
+    batch: list[Request] = []
+    names: set[LockId] = set()
+    for request in requests:
+        asked = names_in(request)
+        if names & asked:
+            yield batch
+            batch, names = [], set()
+        batch.append(request)
+        names |= asked
+    if batch:
+        yield batch
+
+
+def names_in(request: Request) -> set[LockId]:
+    if isinstance(request, Acquire):
+        return {hold.id for hold in (request.hold, request.identity) if hold is not None}
+    return {request.hold.id} if isinstance(request, Release) else set()
+
+
+def refuse(requests: Sequence[Request], error: LockError) -> None:
+    """Let an error be the answer of whoever asked for a hold."""
+    for request in requests:
+        if isinstance(request, Acquire):
+            request.answer, request.error = Answer.UNKNOWN, error

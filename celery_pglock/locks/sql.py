@@ -1,0 +1,121 @@
+"""The SQL of session locks: expressions, one for each question, and how their values read.
+
+They hold literal numbers and no parameters: nothing is prepared on the server, which poolers would lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .errors import LockSetupError
+from .hold import Hold
+from .holders import matches
+from .keys import LockId
+from .requests import Answer
+
+__all__ = [
+    "OWN_LOCKS",
+    "REFUSED",
+    "answer_of",
+    "if_locked",
+    "milliseconds",
+    "nobody_waits_for",
+    "queue_up",
+    "truth",
+    "try_lock",
+    "try_slot",
+    "unlock",
+    "unlock_id",
+]
+
+OWN_LOCKS = """
+    SELECT classid::bigint, objid::bigint, objsubid, (mode = 'ShareLock')::int FROM pg_locks
+    WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+"""
+
+
+def try_lock(hold: Hold, *, xact: bool = False) -> str:
+    """0 if the session (the transaction) got it, -1 if another has it."""
+    return f"pg_try_advisory_{scope(xact=xact)}lock{suffix(shared=hold.shared)}({sql(hold.id)})::int - 1"
+
+
+def queue_up(hold: Hold, *, xact: bool = False) -> str:
+    """0 when it is got: PostgreSQL's function returns nothing, which has the length 0."""
+    return f"length(pg_advisory_{scope(xact=xact)}lock{suffix(shared=hold.shared)}({sql(hold.id)})::text)"
+
+
+def unlock(hold: Hold) -> str:
+    return unlock_id(hold.occupied, shared=hold.shared)
+
+
+def unlock_id(id: LockId, *, shared: bool) -> str:
+    return f"pg_advisory_unlock{suffix(shared=shared)}({sql(id)})"
+
+
+def if_locked(identity: Hold, question: str, *, xact: bool = False) -> str:
+    """Ask the question only with another lock in hand, else NULL."""
+    return f"CASE WHEN pg_try_advisory_{scope(xact=xact)}lock({sql(identity.id)}) THEN {question} END"
+
+
+def milliseconds(wait: float | None) -> str:
+    """Seconds as PostgreSQL's timeouts take them; None: for ever, which they write as 0."""
+    return "0" if wait is None else str(max(1, math.ceil(wait * 1000)))
+
+
+#: A slot that nobody gets.
+REFUSED = "-1"
+
+
+def answer_of(slot: bytes | None) -> Answer:
+    """Read the slot that was got. Raises `LockSetupError` for what is none, which is no refusal either."""
+    if slot is None or not slot.lstrip(b"-").isdigit():
+        raise LockSetupError(f"the server's advisory locks answer {slot!r}: name a PostgreSQL server")
+    return Answer.GRANTED if int(slot) >= 0 else Answer.CONFLICT
+
+
+def truth(value: bytes | None) -> bool:
+    """Read a boolean. Raises `LockSetupError` for anything else, which must not pass for a refusal."""
+    if value not in (b"t", b"f"):
+        raise LockSetupError(f"the server's advisory locks answer {value!r}: name a PostgreSQL server")
+    return value == b"t"
+
+
+def scope(*, xact: bool) -> str:
+    return "xact_" if xact else ""
+
+
+def suffix(*, shared: bool) -> str:
+    return "_shared" if shared else ""
+
+
+def try_slot(hold: Hold, own: Sequence[int]) -> str:
+    """Ask for the first free one of a name's slots, but for those that this session has.
+
+    CASE, since the order of an AND is the planner's to choose, and a slot of our own would be granted again.
+    """
+    mine = "false" if not own else f"slot IN ({', '.join(map(str, own))})"
+    attempt = f"CASE WHEN {mine} THEN false ELSE pg_try_advisory_lock({sql_of_slot(hold.id)}) END"
+    slots = f"generate_series(0, {hold.limit - 1}) AS slot"
+    return f"coalesce((SELECT slot FROM {slots} WHERE {attempt} LIMIT 1), -1)"
+
+
+def nobody_waits_for(id: LockId) -> str:
+    """0 if nobody waits for an id that this session shares, else -1: readers must not starve a writer."""
+    return f"EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {matches(id)})::int * -1"
+
+
+def sql(id: LockId) -> str:
+    """An id as the arguments of PostgreSQL's functions, whose number tells the two key spaces apart.
+
+    Quoted, since a bare negative number is an operator at work for the parser.
+    """
+    return ", ".join(f"'{key}'" for key in id)
+
+
+def sql_of_slot(id: LockId) -> str:
+    """`LockId.beside`, for a column ``slot``."""
+    *rest, last = id
+    kind = "int" if rest else "bigint"
+    beside = f"('{last}'::{kind} {'-' if last > 0 else '+'} slot::int)::{kind}"
+    return ", ".join([*(f"'{key}'" for key in rest), beside])

@@ -1,0 +1,311 @@
+"""A hold that lives in an open transaction, which the body may use for its own work.
+
+Success commits the work and frees the name in one step; every other end undoes both. A connection that is
+lost has written nothing. Facts that shaped it:
+
+- It works behind a pooler in transaction mode: nothing is prepared, nothing is set beyond the transaction,
+  and all of it goes through one server connection because it is one transaction.
+- A ``COMMIT`` or ``ROLLBACK`` of the body ends the lock while the body goes on. The methods are refused, and
+  the SQL is noticed before the end: the lock is looked for once more before the commit.
+- A try-lock in READ COMMITTED holds no snapshot, so that an idle transaction does not hold vacuum back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import psycopg
+
+from .errors import LockError, LockSetupError, LockUnavailable
+from .hold import Hold
+from .holders import holder_query, matches
+from .interrupt import Interrupt
+from .keys import LockId
+from .requests import Acquire, Answer
+from .server import connect, cut, disown, is_broken, query, reason_of, refusal_of, set_statement
+from .settings import Settings
+from .sql import answer_of, if_locked, milliseconds, queue_up, try_lock
+from .watch import Watch
+
+__all__ = ["BodyConnection", "Transaction", "close_warm", "disown_all", "probe_transactions"]
+
+#: READ WRITE is refused by a standby, and overrules a role's default.
+BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+
+#: Limits that would end a transaction whose body is busy elsewhere.
+NO_LIMITS = {"idle_in_transaction_session_timeout": "0", "transaction_timeout": "0"}
+
+#: The body's own limits, lifted while its task waits.
+TIMEOUTS = ("lock_timeout", "statement_timeout")
+SHOW = "SELECT current_setting('lock_timeout'), current_setting('statement_timeout')"
+
+#: Seconds between two tries to stop a body whose lock is lost.
+INTERRUPT_EVERY = 0.25
+
+
+class BodyConnection(psycopg.Connection[Any]):
+    """What ``self.lock.connection`` is: a connection whose transaction is its task's to end."""
+
+    def commit(self) -> NoReturn:
+        raise TypeError("this transaction holds the task's lock: it is committed when the task succeeds")
+
+    def rollback(self) -> NoReturn:
+        raise TypeError(
+            "this transaction holds the task's lock: raise to roll it back, or use connection.transaction()"
+            " for a savepoint"
+        )
+
+
+class Line:
+    """A connection and the watch on it. One is kept warm for the next transaction."""
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self.settings = settings
+        self.connection = connect(settings, name, BodyConnection)
+        #: When the question was asked that is not answered yet, while there is one of ours.
+        self.asked_at: float | None = None
+        self.hold: Hold | None = None
+        self.running: set[Interrupt] = set()
+        self.watch = Watch(self._on_end, self._on_pause)
+        self.watch.look_at(self.connection.fileno())
+        _lines.add(self)
+
+    def ask(self, *statements: str) -> list[list[bytes | None]]:
+        """Send statements together, in a bounded time, and return the rows of the last."""
+        self.asked_at = time.monotonic()
+        self.watch.wake()
+        try:
+            return query(self.connection, "; ".join(statements))
+        finally:
+            self.asked_at = None
+
+    def close(self, reason: str) -> None:
+        """Close the connection: the transaction is rolled back, and its lock free."""
+        _lines.discard(self)
+        self.watch.stop()
+        self.connection.close()
+        if self.hold is not None:
+            self.hold._lost(reason)
+
+    def _on_end(self, _: int) -> None:
+        if self.hold is not None:
+            self.hold._lost("PostgreSQL ended its session")
+
+    def _on_pause(self) -> float | None:
+        pauses = []
+        if self.asked_at is not None:
+            left = self.asked_at + self.settings.loss_timeout - time.monotonic()
+            if left <= 0:
+                # A pooler without a free connection, or a network that fell silent.
+                cut(self.connection)
+            pauses.append(max(left, INTERRUPT_EVERY))
+        for interrupt in list(self.running):
+            if interrupt.due:
+                interrupt.stop()
+                pauses.append(INTERRUPT_EVERY)
+        return min(pauses, default=None)
+
+
+class Transaction:
+    """The scope of one hold: its transaction from the first statement to its end."""
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        self._settings = settings
+        self._name = name
+        self._line: Line | None = None
+
+    def acquire(self, hold: Hold, identity: Hold | None = None) -> Acquire:
+        """Begin a transaction and try to lock, once. It is over again unless the lock was granted."""
+        asked = Acquire(hold, identity)
+        question = try_lock(hold, xact=True)
+        if identity is not None:
+            question = if_locked(identity, question, xact=True)
+        self._ask(asked, question)
+        return asked
+
+    def wait(self, hold: Hold, seconds: float | None) -> tuple[Acquire, Transaction]:
+        """Begin a transaction and take a turn in PostgreSQL's own queue; ``seconds`` None: for ever."""
+        asked = Acquire(hold, wait=seconds)
+        self._ask(asked, queue_up(hold, xact=True))
+        return asked, self
+
+    def release(self, hold: Hold, *, linger: bool = False, success: bool = True) -> None:  # noqa: ARG002
+        """Commit with success, else roll back. Raises what the commit raises."""
+        line, self._line = self._line, None
+        if line is None:
+            return
+        if hold.lost:
+            line.close("it was lost")
+            return
+        try:
+            if success:
+                self._commit(line, hold)
+            else:
+                line.ask("ROLLBACK")
+        except psycopg.Error as exc:
+            line.close(reason_of(exc))
+            if success:
+                raise
+            return
+        except BaseException:
+            line.close("its task was interrupted at the end of its transaction")
+            raise
+        hold._released()
+        put_back(line)
+
+    def release_soon(self, hold: Hold) -> None:
+        """Nothing is left to release: an identity ends with the transaction."""
+
+    def interrupt_for(self, hold: Hold) -> Interrupt:
+        """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then."""
+        return Interrupt(hold, self._line.running if self._line is not None else set())
+
+    def holder_of(self, id: LockId) -> str | None:
+        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked."""
+        try:
+            line = take_line(self._settings, self._name)
+        except LockError:
+            return None
+        try:
+            holder = line.ask(f"SELECT {holder_query(id)}")[0][0]
+        except psycopg.Error as exc:
+            line.close(reason_of(exc))
+            return None
+        put_back(line)
+        return None if holder is None else holder.decode(errors="replace")
+
+    def _ask(self, asked: Acquire, question: str) -> None:
+        for warm in (True, False):
+            try:
+                self._try(asked, question, warm=warm)
+            except SessionLost as exc:
+                # A warm connection may have been ended while nobody used it: that costs nothing.
+                asked.answer, asked.error = Answer.UNKNOWN, LockUnavailable(str(exc))
+                continue
+            except LockError as exc:
+                asked.answer, asked.error = Answer.UNKNOWN, exc
+            return
+
+    def _try(self, asked: Acquire, question: str, *, warm: bool) -> None:
+        line = take_line(self._settings, self._name, warm=warm)
+        try:
+            slot = self._lock(line, asked, question)
+        except psycopg.errors.LockNotAvailable:
+            slot = b"-1"
+        except psycopg.Error as exc:
+            broken = is_broken(line.connection, exc)
+            line.close(reason_of(exc))
+            raise SessionLost(reason_of(exc)) from exc if broken else refusal_of(exc)
+        except BaseException:
+            line.close("its task was interrupted while PostgreSQL was asked")
+            raise
+        self._settle(asked, line, slot)
+
+    def _lock(self, line: Line, asked: Acquire, question: str) -> bytes | None:
+        unlimited = set_statement(NO_LIMITS, local=True)
+        if asked.wait == 0:
+            return line.ask(BEGIN, unlimited, f"SELECT {question}")[0][0]
+        before = line.ask(BEGIN, unlimited, SHOW)[0]
+        line.ask(set_statement(dict(zip(TIMEOUTS, (milliseconds(asked.wait), "0"), strict=True)), local=True))
+        slot = query(line.connection, f"SELECT {question}")[0][0]
+        line.ask(set_statement(dict(zip(TIMEOUTS, map(text, before), strict=True)), local=True))
+        return slot
+
+    def _settle(self, asked: Acquire, line: Line, slot: bytes | None) -> None:
+        asked.answer = (
+            Answer.SAME_EXECUTION if slot is None and asked.identity is not None else answer_of(slot)
+        )
+        if asked.answer is not Answer.GRANTED:
+            try:
+                line.ask("ROLLBACK")
+            except psycopg.Error as exc:
+                line.close(reason_of(exc))
+            else:
+                put_back(line)
+            return
+        self._line, line.hold = line, asked.hold
+        asked.hold._granted(0)
+        asked.hold._connection = line.connection
+        asked.hold._token_source = self._token
+
+    def _token(self) -> int:
+        if self._line is None:
+            raise LockUnavailable("its transaction is over")
+        return int(self._line.ask("SELECT pg_current_xact_id()")[0][0] or 0)
+
+    def _commit(self, line: Line, hold: Hold) -> None:
+        if line.connection.info.transaction_status is psycopg.pq.TransactionStatus.INERROR:
+            raise psycopg.errors.InFailedSqlTransaction("the body went on after an error of its transaction")
+        still_held = f"granted AND pid = pg_backend_pid() AND {matches(hold.id)}"
+        if line.ask(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {still_held})")[0][0] != b"t":
+            hold._lost("the body ended its transaction itself")
+            line.ask("ROLLBACK")
+            return
+        line.ask("COMMIT")
+
+
+class SessionLost(Exception):
+    """The connection broke before the lock was granted."""
+
+
+def text(value: bytes | None) -> str:
+    return (value or b"0").decode()
+
+
+# Lines of this process: one is kept warm.
+
+_lines: set[Line] = set()
+_warm: deque[Line] = deque()
+
+
+def take_line(settings: Settings, name: str, *, warm: bool = True) -> Line:
+    """A line that nobody uses. Raises `LockError`."""
+    while warm and _warm:
+        with suppress(IndexError):
+            line = _warm.pop()
+            if line.settings == settings and not line.connection.closed:
+                return line
+            line.close("another database is asked for")
+    return Line(settings, name)
+
+
+def put_back(line: Line) -> None:
+    """Keep a line warm, unless there is one."""
+    line.hold = None
+    if _warm:
+        line.close("one warm connection is enough")
+    else:
+        _warm.append(line)
+
+
+def close_warm() -> None:
+    """Close what nobody uses."""
+    while _warm:
+        with suppress(IndexError):
+            _warm.pop().close("the process ended")
+
+
+def disown_all() -> None:
+    """Give up what a forked child has inherited."""
+    for line in _lines:
+        disown(line.connection)
+    _lines.clear()
+    _warm.clear()
+
+
+def probe_transactions(settings: Settings, name: str) -> None:
+    """Let two transactions try one lock. Raises `LockSetupError` unless it excludes, or `LockUnavailable`."""
+    holds = [Hold(LockId(0x70676C6B, threading.get_native_id() % 2**31)) for _ in range(2)]
+    scopes = [Transaction(settings, name) for _ in holds]
+    answers = [scope.acquire(hold) for scope, hold in zip(scopes, holds, strict=True)]
+    for scope, hold in zip(scopes, holds, strict=True):
+        scope.release(hold, success=False)
+    for asked in answers:
+        if asked.error is not None:
+            raise asked.error
+    if all(asked.answer is Answer.GRANTED for asked in answers):
+        raise LockSetupError("the advisory locks of the server of pglock_database_url do not exclude")
