@@ -22,7 +22,7 @@ from celery.exceptions import Ignore, Reject, TaskPredicate
 from . import signals
 from .delivery import HEADER, Attempts, finished_before
 from .locks.errors import LockUnavailable
-from .locks.hold import Hold, enter, leave
+from .locks.hold import Hold, enter, holds_of_this_context, leave
 from .locks.keeper import keeper_for, transaction_for
 from .locks.keys import LockId, id_of
 from .locks.requests import Acquire, Answer
@@ -64,9 +64,18 @@ class Execution:
         self.too_many_waited = False
         self.seconds_in_queue = 0.0
         self._started = False
+        self._left = False
         self._goes_on = options.on_lost == "continue"
         if self.identity is not None:
             _unsettled.set(self)
+
+    @property
+    def has_the_hold_already(self) -> bool:
+        """Whether an execution around this one, in the same process, holds the name."""
+        return any(
+            outer.id == self.hold.id and outer.status is outer.Status.HELD
+            for outer in holds_of_this_context()
+        )
 
     @property
     def is_item(self) -> bool:
@@ -102,11 +111,22 @@ class Execution:
             self._holder.release(self.hold, success=error is None, linger=not self._kept_back)
         finally:
             _executions.set(tuple(each for each in _executions.get() if each is not self))
+            self._left = True
             self._tell_end()
             for publish in self._kept_back:
                 publish()
         if error is None and not self._goes_on:
             self.hold.check()
+
+    def clean_up(self) -> None:
+        """Do what an interrupt inside of `__exit__` may have left undone.
+
+        A hold that stays in the context would let the next execution of its name run without a lock.
+        """
+        if not self._left:
+            leave(self.hold)
+            _executions.set(tuple(each for each in _executions.get() if each is not self))
+            self._holder.release(self.hold, success=False, linger=False)
 
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""

@@ -12,7 +12,7 @@ from celery.exceptions import Ignore, ImproperlyConfigured
 from . import conflict, hooks
 from .config import settings_of
 from .execution import Execution, is_under_way, kept_back_by
-from .locks.hold import Hold, current_lock, holds_of_this_context
+from .locks.hold import Hold, current_lock
 from .locks.requests import Answer
 from .options import UNSET, LockOptions, lock_options_of
 
@@ -98,7 +98,7 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
         if options is None or settings is None:
             return self._body(*args, **kwargs)
         execution = Execution(self, options, settings, args, kwargs)
-        if any(outer.id == execution.hold.id for outer in holds_of_this_context()):
+        if execution.has_the_hold_already:
             return self._body(*args, **kwargs)
         try:
             with execution:
@@ -110,6 +110,8 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
             if not execution.runs_again_after(error):
                 raise
             conflict.run_again(execution, error)
+        finally:
+            execution.clean_up()
         return conflict.resolve(execution, asked)
 
     def _body(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,10 +173,10 @@ def refuse_lost_wrappers(cls: type[Task[..., Any]], app: Celery) -> None:
 
 def refuse_other_limit(cls: type[Task[..., Any]], options: LockOptions, app: Celery) -> None:
     """Refuse tasks that share a name and differ in how many may hold it: each would count for itself."""
-    for other in app._tasks.values():
+    for other in app._tasks.values():  # type: ignore[attr-defined]
         others = getattr(other, "_lock_options", None)
         if others is not None and others.lock_name == options.lock_name and others.limit != options.limit:
             raise ImproperlyConfigured(
-                f"task {cls.name!r}: lock_limit: {options.limit}, while task {other.name!r} of the same lock_name"
-                f" {options.lock_name!r} has {others.limit}: one lock_name has one lock_limit"
+                f"task {cls.name!r}: lock_limit: {options.limit}, while task {other.name!r} of lock_name"
+                f" {options.lock_name!r} has {others.limit}: a name has one limit"
             )

@@ -19,15 +19,19 @@ import ctypes
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from .hold import Hold
 
-__all__ = ["Interrupt", "LockInterrupt", "native_call", "native_poll"]
+__all__ = ["INTERRUPT_EVERY", "Interrupt", "LockInterrupt", "native_call", "native_poll"]
 
 SIGNAL = signal.SIGUSR2
+
+#: Seconds between two tries to stop a body.
+INTERRUPT_EVERY = 0.25
 
 
 class LockInterrupt(BaseException):
@@ -44,6 +48,7 @@ class Interrupt:
         self.hold = hold
         self._register = register
         self._armed = False
+        self._stop_again_at = 0.0
         self._guard = threading.Lock()
         self._throw, self._recall = way_into_this_code()
 
@@ -68,9 +73,13 @@ class Interrupt:
             self.hold.check()
 
     def stop(self) -> None:
-        """Throw `LockInterrupt` into the code, if it still runs and its lock is lost."""
+        """Throw `LockInterrupt` into the code, if it still runs and its lock is lost.
+
+        Not again before it had time to tidy up.
+        """
         with self._guard:
-            if self._armed and self.hold.lost:
+            if self.due and time.monotonic() >= self._stop_again_at:
+                self._stop_again_at = time.monotonic() + INTERRUPT_EVERY
                 self._throw(self)
 
     @property

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
-from .interrupt import Interrupt
+from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .owner import Owner
 from .requests import Acquire, Answer, FindHolder, NextToken, Ping, Release, Request, batches, refuse
@@ -39,9 +39,6 @@ OWED_WITHIN = 0.2
 
 #: Seconds between two looks at a hold of our own session that stands in the way of a wait.
 WAIT_FOR_OURSELVES = 0.05
-
-#: Seconds between two tries to stop a body whose lock is lost.
-INTERRUPT_EVERY = 0.25
 
 
 class Keeper:

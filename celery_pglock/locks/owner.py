@@ -33,7 +33,9 @@ class Owner:
             self.post(request).acquire()
         except BaseException:
             if isinstance(request, Acquire):
-                self.post(Release(request.hold))
+                for hold in (request.hold, request.identity):
+                    if hold is not None:
+                        self.post(Release(hold))
             raise
 
     def post(self, request: Request) -> threading.Lock:

@@ -84,7 +84,7 @@ def connect(settings: Settings, application_name: str, kind: type[SomeConnection
     conninfo = make_conninfo(**options | {"application_name": application_name})
     try:
         return kind.connect(conninfo, autocommit=True, prepare_threshold=None)
-    except psycopg.OperationalError as exc:
+    except psycopg.Error as exc:
         raise LockUnavailable(reason_of(exc)) from exc
 
 

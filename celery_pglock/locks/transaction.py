@@ -23,7 +23,7 @@ import psycopg
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
 from .holders import holder_query, matches
-from .interrupt import Interrupt
+from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .requests import Acquire, Answer
 from .server import connect, cut, disown, is_broken, query, reason_of, refusal_of, set_statement
@@ -42,9 +42,6 @@ NO_LIMITS = {"idle_in_transaction_session_timeout": "0", "transaction_timeout": 
 #: The body's own limits, lifted while its task waits.
 TIMEOUTS = ("lock_timeout", "statement_timeout")
 SHOW = "SELECT current_setting('lock_timeout'), current_setting('statement_timeout')"
-
-#: Seconds between two tries to stop a body whose lock is lost.
-INTERRUPT_EVERY = 0.25
 
 
 class BodyConnection(psycopg.Connection[Any]):
