@@ -76,7 +76,7 @@ def swallow(task: Any, seconds: float, alive: Alive) -> None:
         try:
             time.sleep(0.02)
             raise ConnectionError("again")
-        except Exception:  # noqa: BLE001, S112 - what this body is about
+        except Exception:  # noqa: BLE001, PERF203 - what this body is about
             continue
 
 
@@ -85,7 +85,8 @@ def stubborn(task: Any, seconds: float, alive: Alive) -> None:
     for last in (False, False, True):
         try:
             steps(task, seconds, alive)
-        except BaseException:
+        except BaseException:  # noqa: PERF203
+            history.note("thrown", name=task.lock.name)
             if last:
                 raise
         else:

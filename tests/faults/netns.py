@@ -30,11 +30,10 @@ class Namespace:
         for program in ("ip", "iptables", "unshare", "nsenter", "setpriv"):
             if shutil.which(program) is None and not Path("/usr/sbin", program).exists():
                 raise MissingServer(f"no network namespaces: {program} is missing (iproute2, iptables)")
-        command = (
-            ["unshare", "--net"] if ROOT or beside else ["unshare", "--user", "--map-root-user", "--net"]
-        )
+        user = [] if ROOT or beside else ["--user", "--map-root-user"]
+        inside = [] if ROOT or beside is None else beside.prefix
         self._pin = subprocess.Popen(
-            [*(beside.prefix if beside and not ROOT else []), *command, "sh", "-c", "echo here; exec cat"],
+            [*inside, "unshare", *user, "--net", "sh", "-c", "echo here; exec cat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,6 +113,11 @@ class FarPostgreSQL(PostgreSQL):
         if "user" in self._identity:
             raise MissingServer("no user namespaces, which a server that refuses root needs here")
         self._inside = namespace
+        self._is_prepared = False
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._is_prepared = True
 
     def _command(self) -> Sequence[str | Path]:
         # Outside of it, it would be root to the server. Its death signal does not outlive that step.
@@ -121,7 +125,9 @@ class FarPostgreSQL(PostgreSQL):
         return [*self._inside.prefix, *own_user, *super()._command()]
 
     def _in_child(self, parent: int) -> None:
-        """Leave all to the command: a user namespace made here could not enter the other."""
+        # The server leaves root by its command: from a user namespace made here it could not enter another.
+        if not self._is_prepared:
+            super()._in_child(parent)
 
 
 @contextmanager
@@ -131,7 +137,7 @@ def links(count: int) -> Iterator[tuple[Namespace, list[Link]]]:
     made: list[Link] = []
     try:
         for number in range(1, count + 1):
-            made.append(Link(server, number))
+            made.append(Link(server, number))  # noqa: PERF401 - those that were made are unmade
         yield server, made
     finally:
         for link in made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from celery.result import AsyncResult
 
 from celery_pglock import LockLost
 from faults.conftest import FleetMaker
-from faults.fleet import Fleet, Worker, wait_for
+from faults.fleet import Fleet, Worker
 from faults.history import Run
 from faults.judge import holders, wait_no_locks
 from localservers import PostgreSQL
@@ -82,6 +83,19 @@ def test_body_is_stopped_when_its_lock_is_lost(fleet: Fleet, observer: psycopg.C
     )
     assert not fleet.history.overlaps()
     wait_no_locks(observer)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_body_has_time_to_tidy_up(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+    """It is interrupted again and again, but four times a second at most."""
+    fleet.worker(pool, POOLS[pool], app="faults.bodies")
+    result = fleet.send("lost_abort", "a", "stubborn")
+    fleet.running("a")
+    lose(observer, "a")
+    assert isinstance(result.get(timeout=10, propagate=False), LockLost)
+    thrown = [event["at"] for event in fleet.history.events("thrown")]
+    assert len(thrown) == 3
+    assert min(later - earlier for earlier, later in itertools.pairwise(thrown)) > 0.2
 
 
 @pytest.mark.parametrize("pool", POOLS)
