@@ -213,6 +213,20 @@ def test_bodies_of_one_name_never_run_together(app: Celery, locked: bool) -> Non
     assert bool(collisions) is not locked
 
 
+def test_a_thread_of_a_body_does_not_work_under_its_hold(app: Celery, ran: Ran) -> None:
+    """`current_lock()` belongs to the code that runs under it."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False)
+    def f():
+        thread = threading.Thread(target=lambda: ran.append(current_lock()))
+        thread.start()
+        thread.join()
+        return current_lock() is not None
+
+    assert f.delay().get() is True
+    assert ran == [None]
+
+
 # Skipped.
 
 

@@ -6,13 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import psycopg
 import pytest
 
 from celery_pglock import LockId, LockLost, LockUnavailable
-from celery_pglock.locks.hold import Hold, current_lock
+from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, name_this_process
 from celery_pglock.locks.keys import id_of
 from celery_pglock.locks.session import Answer
@@ -290,42 +289,6 @@ def test_two_processes_never_hold_one_name(new_keeper: Callable[..., Keeper], ju
     assert not room.collisions
 
 
-def test_a_thread_does_not_work_under_the_hold_of_another(keeper: Keeper) -> None:
-    """`current_lock()` belongs to the code that runs under it."""
-    hold, seen = Hold(ID), []
-    with keeper.under(hold):
-        keeper.acquire(hold)
-        thread = threading.Thread(target=lambda: seen.append(current_lock()))
-        thread.start()
-        thread.join()
-        assert current_lock() is hold
-    assert current_lock() is None
-    assert seen == [None]
-
-
-# Released means released.
-
-
-class Interrupted(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, Interrupted])
-def test_a_hold_is_released_whatever_ends_the_block(keeper: Keeper, judge: Judge, error: Any) -> None:
-    """The block's own error comes through, and nothing is left."""
-
-    def work() -> None:
-        with keeper.under(hold := Hold(ID)):
-            keeper.acquire(hold)
-            assert judge.held() == {ID}
-            raise error
-
-    with pytest.raises(error):
-        work()
-    assert judge.held() == set()
-    assert current_lock() is None
-
-
 def test_closing_leaves_a_session_alone_that_somebody_works_under(keeper: Keeper, judge: Judge) -> None:
     """A body that still runs keeps its lock; an idle session goes, with what it owes."""
     hold = acquired(keeper)
@@ -341,60 +304,32 @@ def test_closing_leaves_a_session_alone_that_somebody_works_under(keeper: Keeper
 
 
 def test_a_lock_is_lost_with_its_backend(keeper: Keeper, judge: Judge) -> None:
-    """The hold says so soon, by itself, and the end of the block raises."""
-    hold = Hold(ID)
-
-    def work() -> None:
-        with keeper.under(hold):
-            keeper.acquire(hold)
-            judge.end(judge.holder(ID))
-            eventually(lambda: hold.lost, "the loss was not noticed", within=1)
-
+    """The hold says so soon, and by itself."""
+    hold = acquired(keeper)
+    hold.check()
+    judge.end(judge.holder(ID))
+    eventually(lambda: hold.lost, "the loss was not noticed", within=1)
     with pytest.raises(LockLost):
-        work()
+        hold.check()
     assert judge.held() == set()
 
 
 def test_a_release_that_finds_the_backend_gone_is_a_loss(keeper: Keeper, judge: Judge) -> None:
     """Whoever notices first, the hold was lost and never counts as released."""
-    hold = Hold(ID)
-
-    def work() -> None:
-        with keeper.under(hold):
-            keeper.acquire(hold)
-            judge.end(judge.holder(ID))
-
-    with pytest.raises(LockLost):
-        work()
-    assert hold.lost
-
-
-def test_a_loss_does_not_hide_the_error_of_the_block(keeper: Keeper, judge: Judge) -> None:
-    """Leaving a block never replaces the block's own exception."""
-    hold = Hold(ID)
-
-    def work() -> None:
-        with keeper.under(hold):
-            keeper.acquire(hold)
-            judge.end(judge.holder(ID))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        work()
-    assert hold.lost
+    hold = acquired(keeper)
+    judge.end(judge.holder(ID))
+    keeper.release(hold)
+    assert hold.status is Hold.Status.LOST
 
 
 def test_an_unlock_that_answers_false_is_a_loss(keeper: Keeper, judge: Judge) -> None:
     """As after `DISCARD ALL` by a pooler: the session lives and the lock is gone."""
-
-    def work() -> None:
-        with keeper.under(hold := Hold(ID)):
-            keeper.acquire(hold)
-            keeper._session._query("SELECT pg_advisory_unlock_all()")
-            assert judge.held() == set()
-
+    hold = acquired(keeper)
+    keeper._session._query("SELECT pg_advisory_unlock_all()")
+    assert judge.held() == set()
+    keeper.release(hold)
     with pytest.raises(LockLost, match="did not know it"):
-        work()
+        hold.check()
 
 
 def test_a_new_session_serves_after_a_lost_one(keeper: Keeper, judge: Judge) -> None:
