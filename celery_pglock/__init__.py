@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .advisory import Leader, advisory_lock
 from .conflict import Conflict, is_skipped
 from .locks.errors import (
     LockError,
@@ -20,6 +21,7 @@ __all__ = [
     "AdvisoryLockedTask",
     "Conflict",
     "Hold",
+    "Leader",
     "LockError",
     "LockId",
     "LockKeyError",
@@ -27,6 +29,7 @@ __all__ = [
     "LockNotAcquired",
     "LockSetupError",
     "LockUnavailable",
+    "advisory_lock",
     "current_lock",
     "is_skipped",
     "lock_acquired",

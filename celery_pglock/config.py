@@ -40,11 +40,12 @@ def forget_settings() -> None:
     _fixed.clear()
 
 
-def read_settings(app: Celery) -> Settings | None:
-    """Read the settings from ``app.conf``."""
+def read_settings(app: Celery, url: str | None = None) -> Settings | None:
+    """Read the settings from ``app.conf``, but for the database if one is named."""
     if not flag(app, "pglock_enabled", default=True):
         return None
-    url = app.conf.get("pglock_database_url")
+    if url is None:
+        url = app.conf.get("pglock_database_url")
     if url is None:
         url = os.environ.get(ENVIRONMENT)
     if url is None:

@@ -52,7 +52,8 @@ class LockNotAcquired(LockError):
         lock, waited, conflicts = self.args
         if conflicts <= 1 and not waited:
             return f"lock {lock!r} is held by another"
-        return f"lock {lock!r} is held by another: not acquired after {waited:.1f} s and {conflicts} tries"
+        tries = "" if conflicts <= 1 else f" and {conflicts} tries"
+        return f"lock {lock!r} is held by another: not acquired after {waited:.1f} s{tries}"
 
 
 class LockLost(LockError):

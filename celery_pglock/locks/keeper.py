@@ -115,6 +115,15 @@ class Keeper:
         if not self._shared:
             self.retire()
 
+    def release_kept(self, hold: Hold) -> None:
+        """Release a hold and keep the session for the next one."""
+        if hold.status is hold.Status.HELD:
+            self._ask(Release(hold))
+
+    def ping(self) -> None:
+        """Ask the server for a sign of life: afterwards what is lost is known to be."""
+        self._ask(Ping())
+
     def release_soon(self, hold: Hold) -> None:
         """Release a hold without waiting: a fraction of a second later at the latest."""
         if hold.status is not hold.Status.HELD:

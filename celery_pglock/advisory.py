@@ -1,0 +1,115 @@
+"""The same locks for code that is no task: scripts, web requests, loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from celery import Celery, current_app
+
+from . import hooks
+from .config import read_settings, settings_of
+from .locks.advisory import AdvisoryLock
+from .locks.hold import Hold
+from .locks.keys import LockId, full_name, id_of
+from .locks.leader import Leader as SettledLeader
+from .locks.settings import Settings
+
+__all__ = ["Leader", "advisory_lock"]
+
+
+def advisory_lock(
+    name: str | LockId,
+    wait: float | timedelta | None = 0,
+    *,
+    mode: str = "exclusive",
+    limit: int = 1,
+    scope: str = "session",
+    min_hold: float | timedelta = 0,
+    abort: bool = False,
+    app: Celery | None = None,
+    database_url: str | None = None,
+) -> AdvisoryLock:
+    """Return a context manager that holds a lock for one block of code, and yields its `Hold`.
+
+    ``name`` is what follows the namespace in the name of a task's lock: ``"shop.train:tenant:42"`` meets the
+    task. ``wait=0`` tries once, seconds (or a timedelta) wait that long in PostgreSQL's queue, None for ever.
+    With ``abort`` the block is interrupted when the lock is lost; without it ``.check()`` and ``.lost`` tell.
+    The database is that of ``database_url``, else of the app (the current one), else of the environment.
+
+    Raises `LockNotAcquired`, `LockUnavailable`, `LockSetupError`, and `LockLost` at the end of a block whose
+    lock was lost.
+    """
+    check_options(mode, limit, scope, min_hold)
+    settings = settings_for(app, database_url)
+    hold = new_hold(settings, name, shared=mode == "shared", limit=limit, min_hold=seconds(min_hold) or 0.0)
+    return AdvisoryLock(
+        settings, hold, wait=seconds(wait), in_transaction=scope == "transaction", abort=abort
+    )
+
+
+class Leader(SettledLeader):
+    """One leader among many processes: ``with Leader("orchestrator", on_gain=...) as leader: ...``.
+
+    It campaigns in a thread of its own, again after each loss, every ``poll`` seconds, and hands over at once
+    when it is stopped. ``leader.is_leader`` tells; ``on_gain`` and ``on_loss`` are called in that thread.
+    """
+
+    def __init__(
+        self,
+        name: str | LockId,
+        *,
+        poll: float | timedelta = 1.0,
+        on_gain: Callable[[], object] | None = None,
+        on_loss: Callable[[], object] | None = None,
+        app: Celery | None = None,
+        database_url: str | None = None,
+    ) -> None:
+        settings = settings_for(app, database_url)
+        super().__init__(
+            settings,
+            lambda: new_hold(settings, name),
+            poll=seconds(poll) or 1.0,
+            on_gain=on_gain,
+            on_loss=on_loss,
+        )
+
+
+def settings_for(app: Celery | None, database_url: str | None) -> Settings | None:
+    """The settings of the app, or of the current one, with another database if one is named."""
+    app = app if app is not None else this_app()
+    return settings_of(app) if database_url is None else read_settings(app, database_url)
+
+
+def this_app() -> Celery:
+    """The current app. It is current in its own thread only: elsewhere, the one app with locked tasks."""
+    app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
+    known = hooks.apps_with_locks()
+    return known[0] if app not in known and len(known) == 1 else app
+
+
+def new_hold(settings: Settings | None, name: str | LockId, **options: object) -> Hold:
+    if isinstance(name, LockId):
+        return Hold(name, **options)  # type: ignore[arg-type]
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"a lock's name is a text or a LockId, not {name!r}")
+    text = full_name(settings.namespace if settings is not None else "", name, None)
+    return Hold(id_of(text), text, **options)  # type: ignore[arg-type]
+
+
+def check_options(mode: str, limit: int, scope: str, min_hold: float | timedelta) -> None:
+    """Refuse what makes no sense, alone or together."""
+    if mode not in ("exclusive", "shared"):
+        raise ValueError(f'mode: "exclusive" or "shared", not {mode!r}')
+    if scope not in ("session", "transaction"):
+        raise ValueError(f'scope: "session" or "transaction", not {scope!r}')
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"limit: a whole number >= 1, not {limit!r}")
+    if limit > 1 and (mode == "shared" or scope == "transaction"):
+        raise ValueError('limit: needs mode="exclusive" and scope="session"')
+    if min_hold and (mode == "shared" or scope == "transaction"):
+        raise ValueError('min_hold: needs mode="exclusive" and scope="session"')
+
+
+def seconds(value: float | timedelta | None) -> float | None:
+    return value.total_seconds() if isinstance(value, timedelta) else value

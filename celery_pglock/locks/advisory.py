@@ -1,0 +1,96 @@
+"""The lock as a context manager, for code that is no task."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from types import TracebackType
+
+from .errors import LockNotAcquired, LockUnavailable
+from .hold import Hold, enter, holds_of_this_context, leave
+from .keeper import Keeper, keeper_for, transaction_for
+from .requests import Acquire, Answer
+from .settings import Settings
+from .transaction import Transaction
+
+__all__ = ["AdvisoryLock"]
+
+#: Seconds between two tries where PostgreSQL has no queue to stand in: for one of N slots.
+TRY_EVERY = 0.1
+
+
+class AdvisoryLock:
+    """Holds a lock for the length of a block. Used once. Without settings locks are disabled."""
+
+    def __init__(
+        self, settings: Settings | None, hold: Hold, *, wait: float | None, in_transaction: bool, abort: bool
+    ) -> None:
+        self._settings = settings
+        self._hold = hold
+        self._wait = wait
+        self._in_transaction = in_transaction
+        self._abort = abort
+        self._holder: Keeper | Transaction | None = None
+        self._interrupt = ExitStack()
+        self._used = False
+
+    def __repr__(self) -> str:
+        return f"<AdvisoryLock {self._hold!r}>"
+
+    def __enter__(self) -> Hold:
+        """Acquire. Raises `LockNotAcquired`, `LockUnavailable` or `LockSetupError`."""
+        if self._used:
+            raise TypeError(f"{self!r} was used before: an advisory lock is for one block")
+        self._used = True
+        for outer in holds_of_this_context():
+            if outer.id == self._hold.id and outer.status is outer.Status.HELD:
+                return outer
+        enter(self._hold)
+        try:
+            if self._settings is not None:
+                self._acquire(self._settings)
+            if self._abort and self._holder is not None:
+                self._interrupt.enter_context(self._holder.interrupt_for(self._hold))
+        except BaseException:
+            self._leave(success=False)
+            raise
+        return self._hold
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Release. Raises `LockLost` if the lock was lost and the block has no error of its own."""
+        try:
+            self._interrupt.__exit__(kind, error, traceback)
+        finally:
+            self._leave(success=error is None)
+        if error is None:
+            self._hold.check()
+
+    def _leave(self, *, success: bool) -> None:
+        leave(self._hold)
+        if self._holder is not None:
+            self._holder.release(self._hold, success=success)
+
+    def _acquire(self, settings: Settings) -> None:
+        since = time.monotonic()
+        scope = transaction_for(settings) if self._in_transaction else keeper_for(settings)
+        self._holder = scope
+        asked = scope.acquire(self._hold)
+        if asked.answer is Answer.CONFLICT and self._wait != 0:
+            asked = self._wait_for(scope, since)
+        if asked.answer is Answer.CONFLICT:
+            raise LockNotAcquired(self._hold.label, 0.0 if self._wait == 0 else time.monotonic() - since)
+        if asked.answer is not Answer.GRANTED:
+            raise asked.error or LockUnavailable("no answer")
+
+    def _wait_for(self, scope: Keeper | Transaction, since: float) -> Acquire:
+        if self._hold.limit == 1:
+            asked, self._holder = scope.wait(self._hold, self._wait)
+            return asked
+        while True:
+            asked = scope.acquire(self._hold)
+            waited = time.monotonic() - since
+            if asked.answer is not Answer.CONFLICT or (self._wait is not None and waited >= self._wait):
+                return asked
+            time.sleep(TRY_EVERY)

@@ -1,0 +1,177 @@
+"""One leader among many processes, for loops that must run once.
+
+A follower asks for the lock at every poll; who gets it leads until the lock is lost or it stops::
+
+    FOLLOWER ──granted──▶ LEADER ──lost──▶ FOLLOWER
+                             └──stop()──▶ (handed over at once)
+
+Guaranteed: two never hold the lock at once, and a leader learns of its loss within the bounds of `watch`.
+Not guaranteed: that what it does at that very moment is undone. A unit of work asks ``is_leader`` before it
+begins, and takes a fencing token if it must not come late.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from .errors import LockError
+from .hold import Hold
+from .keeper import Keeper
+from .requests import Answer
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Candidate", "Leader"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at whether leadership is lost or to be given up.
+LOOK_EVERY = 0.05
+
+#: Seconds between two warnings that PostgreSQL can't be asked.
+WARN_EVERY = 60.0
+
+
+class Candidate:
+    """Campaigns for one lock on a session of its own. Whoever uses it says when."""
+
+    def __init__(self, settings: Settings | None, hold: Callable[[], Hold]) -> None:
+        """``hold`` makes one for each term. Without settings locks are disabled, and everybody leads."""
+        self._keeper = Keeper(settings, shared=False) if settings is not None else None
+        self._new_hold = hold
+        self.term: Hold | None = None
+        self._warned_at: float | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether the lock is held, as far as is known."""
+        return self.term is not None and self.term.status is self.term.Status.HELD
+
+    def campaign(self) -> bool:
+        """Ask for the lock once."""
+        hold = self._new_hold()
+        if self._keeper is None:
+            hold._granted(slot=0)
+            self.term = hold
+            return True
+        asked = self._keeper.acquire(hold)
+        if asked.answer is Answer.GRANTED:
+            self.term = hold
+        elif asked.error is not None:
+            self._warn(asked.error)
+        return self.leads
+
+    def confirm(self) -> bool:
+        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads."""
+        if self.leads and self._keeper is not None:
+            self._keeper.ping()
+        return self.leads
+
+    def resign(self) -> None:
+        """Give the lock back, so that another can lead at once."""
+        term, self.term = self.term, None
+        if term is not None and self._keeper is not None:
+            self._keeper.release_kept(term)
+
+    def close(self) -> None:
+        """Resign for good."""
+        self.resign()
+        if self._keeper is not None:
+            self._keeper.retire()
+
+    def leader(self) -> str | None:
+        """Tell in words who leads, None if nobody does or nobody could be asked."""
+        return None if self._keeper is None else self._keeper.holder_of(self._new_hold().id)
+
+    def _warn(self, error: LockError) -> None:
+        if self._warned_at is None or time.monotonic() - self._warned_at >= WARN_EVERY:
+            self._warned_at = time.monotonic()
+            logger.warning("nobody is asked to lead: %s", error)
+
+
+class Leader:
+    """Campaigns in the background, again and again, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        settings: Settings | None,
+        hold: Callable[[], Hold],
+        *,
+        poll: float,
+        on_gain: Callable[[], object] | None = None,
+        on_loss: Callable[[], object] | None = None,
+    ) -> None:
+        self._candidate = Candidate(settings, hold)
+        self._poll = poll
+        self._on_gain = on_gain
+        self._on_loss = on_loss
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<Leader [{'leads' if self.is_leader else 'follows'}]>"
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process leads, as far as is known by now."""
+        return self._candidate.leads
+
+    def start(self) -> None:
+        """Begin to campaign. Raises `TypeError` on a second start."""
+        if self._thread is not None:
+            raise TypeError(f"{self!r} was started before")
+        self._thread = threading.Thread(target=self._serve, name="pglock-leader", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Hand over at once and campaign no more. Does nothing the second time."""
+        self._stopped.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                if self._candidate.campaign():
+                    self._lead()
+                else:
+                    self._stopped.wait(self._poll)
+        finally:
+            self._candidate.close()
+
+    def _lead(self) -> None:
+        logger.info("this process leads")
+        call(self._on_gain)
+        while self._candidate.leads and not self._stopped.is_set():
+            self._stopped.wait(LOOK_EVERY)
+        if self._candidate.leads:
+            self._candidate.resign()
+        else:
+            logger.warning("this process leads no longer: its lock was lost")
+        call(self._on_loss)
+
+
+def call(callback: Callable[[], object] | None) -> None:
+    """Call a callback; its errors are its own, and must not end the campaign."""
+    if callback is None:
+        return
+    try:
+        callback()
+    except Exception:
+        logger.exception("a callback of the leader failed")
