@@ -7,7 +7,6 @@ from datetime import timedelta
 
 from celery import Celery, current_app
 
-from . import hooks
 from .config import read_settings, settings_of
 from .locks.advisory import AdvisoryLock
 from .locks.hold import Hold
@@ -35,7 +34,8 @@ def advisory_lock(
     ``name`` is what follows the namespace in the name of a task's lock: ``"shop.train:tenant:42"`` meets the
     task. ``wait=0`` tries once, seconds (or a timedelta) wait that long in PostgreSQL's queue, None for ever.
     With ``abort`` the block is interrupted when the lock is lost; without it ``.check()`` and ``.lost`` tell.
-    The database is that of ``database_url``, else of the app (the current one), else of the environment.
+    The database is that of ``database_url``, else of the app, else of the environment. Without ``app`` it is
+    Celery's current one, which is current in the thread that made it only: other threads name theirs.
 
     Raises `LockNotAcquired`, `LockUnavailable`, `LockSetupError`, and `LockLost` at the end of a block whose
     lock was lost.
@@ -77,15 +77,8 @@ class Leader(SettledLeader):
 
 def settings_for(app: Celery | None, database_url: str | None) -> Settings | None:
     """The settings of the app, or of the current one, with another database if one is named."""
-    app = app if app is not None else this_app()
+    app = app if app is not None else current_app._get_current_object()  # type: ignore[attr-defined]
     return settings_of(app) if database_url is None else read_settings(app, database_url)
-
-
-def this_app() -> Celery:
-    """The current app. It is current in its own thread only: elsewhere, the one app with locked tasks."""
-    app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
-    known = hooks.apps_with_locks()
-    return known[0] if app not in known and len(known) == 1 else app
 
 
 def new_hold(settings: Settings | None, name: str | LockId, **options: object) -> Hold:

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import psycopg
 from celery import Celery, bootsteps, signals
@@ -29,20 +28,12 @@ __all__ = ["install"]
 
 logger = logging.getLogger(__name__)
 
-_apps: WeakSet[Celery] = WeakSet()
-
 Handler = TypeVar("Handler", bound=Callable[..., None])
 
 
 def install(app: Celery) -> None:
     """Let the app's workers check their locks when they start. Called for every locked task."""
     app.steps["worker"].add(CheckLocks)
-    _apps.add(app)
-
-
-def apps_with_locks() -> list[Celery]:
-    """The apps of this process that have locked tasks."""
-    return list(_apps)
 
 
 class CheckLocks(bootsteps.Step):
