@@ -5,6 +5,7 @@ from __future__ import annotations
 from .advisory import Leader, advisory_lock
 from .conflict import Conflict, is_skipped
 from .locks.errors import (
+    LockDeadlock,
     LockError,
     LockKeyError,
     LockLost,
@@ -22,6 +23,7 @@ __all__ = [
     "Conflict",
     "Hold",
     "Leader",
+    "LockDeadlock",
     "LockError",
     "LockId",
     "LockKeyError",

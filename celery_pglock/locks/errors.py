@@ -7,6 +7,7 @@ Celery rebuilds an exception as ``cls(*args)`` in other processes and from JSON.
 from __future__ import annotations
 
 __all__ = [
+    "LockDeadlock",
     "LockError",
     "LockKeyError",
     "LockLost",
@@ -85,6 +86,21 @@ class LockUnavailable(LockError):
 
     def __str__(self) -> str:
         return f"the lock could not be asked for: {self.args[0]}"
+
+
+class LockDeadlock(LockError):
+    """PostgreSQL ended a wait that could never have ended: two sessions wait for each other's locks.
+
+    ``args``: the reason.
+    """
+
+    __module__ = "celery_pglock"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return f"this session and another wait for each other's locks: {self.args[0]}"
 
 
 class LockSetupError(LockError):

@@ -16,7 +16,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.generators import execute
 
-from .errors import LockSetupError, LockUnavailable
+from .errors import LockDeadlock, LockError, LockSetupError, LockUnavailable
 from .settings import Settings
 
 __all__ = [
@@ -176,8 +176,10 @@ def is_broken(connection: Connection, exc: psycopg.Error) -> bool:
     return connection.closed or exc.sqlstate is None or exc.sqlstate.startswith(farewell)
 
 
-def refusal_of(exc: psycopg.Error) -> LockUnavailable | LockSetupError:
+def refusal_of(exc: psycopg.Error) -> LockError:
     """What can't pass by itself (no such function, no right to call it), and what may."""
+    if isinstance(exc, psycopg.errors.DeadlockDetected):
+        return LockDeadlock(reason_of(exc))
     if exc.sqlstate is not None and exc.sqlstate.startswith("42"):
         return LockSetupError(f"the server of pglock_database_url lacks what locks need: {reason_of(exc)}")
     return LockUnavailable(reason_of(exc))
