@@ -1,0 +1,86 @@
+"""Further uses of the same lock, each as a project would write it. They are played by the tests."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+
+from celery import Celery
+
+from celery_pglock import AdvisoryLockedTask, Leader, advisory_lock
+
+app = Celery("recipes")
+
+
+@app.task(base=AdvisoryLockedTask, lock_key="tenant:<tenant_id>", lock_on_conflict="wait", lock_max_wait=60)
+def onboard(tenant_id: str, journal: str, seconds: float = 0.0) -> None:
+    """Onboarding is serial: callers queue, and take turns in the order in which they came."""
+    note(journal, f"onboard {tenant_id}")
+    time.sleep(seconds)
+
+
+@app.task(
+    base=AdvisoryLockedTask,
+    lock_key=[],
+    lock_limit=3,
+    lock_min_hold=1,
+    lock_on_conflict="retry",
+    lock_retry_backoff=1,
+    lock_retry_backoff_max=1,
+)
+def call_partner(order_id: int, journal: str) -> None:
+    """A partner's API allows three calls in any second."""
+    note(journal, f"call {order_id}")
+
+
+@app.task(
+    base=AdvisoryLockedTask,
+    lock_name="configuration",
+    lock_key=[],
+    lock_mode="shared",
+    lock_on_conflict="retry",
+    lock_retry_backoff=1,
+    lock_retry_backoff_max=1,
+)
+def serve(request_id: int, journal: str, seconds: float = 0.0) -> None:
+    """Requests read the configuration, any number of them at once."""
+    note(journal, f"serve {request_id}")
+    time.sleep(seconds)
+
+
+@app.task(base=AdvisoryLockedTask, lock_name="configuration", lock_key=[], lock_on_conflict="wait")
+def reload_configuration(journal: str) -> None:
+    """Nobody reads the configuration while it is replaced."""
+    note(journal, "reload")
+
+
+@app.task(bind=True, base=AdvisoryLockedTask, lock_key="account:<account>", lock_scope="transaction")
+def book(self: AdvisoryLockedTask, account: str, amount: int) -> None:
+    """The booking and its lock live and end in one transaction."""
+    assert self.lock is not None
+    self.lock.connection.execute(
+        "UPDATE account SET balance = balance + %s WHERE name = %s", (amount, account)
+    )
+
+
+def migrate(command: list[str]) -> int:
+    """Migrations of several deploys run one after the other."""
+    with advisory_lock("migrate", wait=600, app=app):
+        return subprocess.run(command, check=False).returncode
+
+
+def orchestrate(scan: Callable[[], object], seconds: float, every: float = 0.1) -> None:
+    """Several replicas run this loop; the one that leads does the work."""
+    until = time.monotonic() + seconds
+    with Leader("orchestrator", poll=0.2, app=app) as leader:
+        while time.monotonic() < until:
+            if leader.is_leader:
+                scan()
+            time.sleep(every)
+
+
+def note(journal: str, line: str) -> None:
+    """Append a line, in one write, so that lines of several processes do not mix."""
+    with open(journal, "a", encoding="utf-8") as file:
+        file.write(f"{time.monotonic():.6f} {line}\n")
