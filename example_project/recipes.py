@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from celery import Celery
 
@@ -82,5 +83,5 @@ def orchestrate(scan: Callable[[], object], seconds: float, every: float = 0.1) 
 
 def note(journal: str, line: str) -> None:
     """Append a line, in one write, so that lines of several processes do not mix."""
-    with open(journal, "a", encoding="utf-8") as file:
+    with Path(journal).open("a", encoding="utf-8") as file:
         file.write(f"{time.monotonic():.6f} {line}\n")

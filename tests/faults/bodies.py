@@ -107,7 +107,7 @@ def until_lost(task: Any, seconds: float, alive: Alive) -> None:
     while time.monotonic() < deadline and not task.lock.lost:
         time.sleep(0.01)
         alive()
-    history.note("told", lost=task.lock.lost)
+    history.note("told", name=task.lock.name, lost=task.lock.lost)
     steps(task, 0.3, alive)
 
 

@@ -9,38 +9,31 @@ from collections.abc import Callable, Iterator
 
 import psycopg
 import pytest
-from celery.result import AsyncResult
 
 from celery_pglock import LockLost
-from faults.conftest import FleetMaker
-from faults.fleet import Fleet, Worker
+from faults.fleet import Fleet
 from faults.history import Run
 from faults.judge import holders, wait_no_locks
+from faults.pools import POOLS, MixedFleet, mixed_fleet
 from localservers import PostgreSQL
 
-POOLS = {"prefork": 4, "gevent": 4, "threads": 4, "solo": 1}
-
 #: What a body may be doing, where it can be stopped.
+EVERYTHING = ("sleep", "sql", "child", "swallow", "stubborn", "check")
 KINDS = {
-    "prefork": ("sleep", "sql", "child", "swallow", "stubborn", "check"),
-    "solo": ("sleep", "sql", "child", "swallow", "stubborn", "check"),
-    "gevent": ("sleep", "sql", "child", "swallow", "stubborn", "check"),
+    "prefork": EVERYTHING,
+    "gevent": EVERYTHING,
     "threads": ("steps", "swallow", "stubborn", "check"),
+    "solo": EVERYTHING,
 }
 
 #: Seconds: the promise, and what a busy machine may add to the median of a few.
 NOTICED, ROOM = 0.1, 0.15
 
 
-def start_pools(fleet: Fleet) -> dict[str, Worker]:
-    """One worker of each pool, each with a queue of its own."""
-    workers = {
-        pool: fleet.worker(pool, concurrency, "-Q", pool, app="faults.bodies", ready=False)
-        for pool, concurrency in POOLS.items()
-    }
-    for worker in workers.values():
-        worker.wait_ready(60)
-    return workers
+@pytest.fixture(scope="module")
+def mixed(postgres: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MixedFleet]:
+    with mixed_fleet(tmp_path_factory.mktemp("loss"), postgres) as mixed:
+        yield mixed
 
 
 def lose(observer: psycopg.Connection, name: str) -> None:
@@ -54,85 +47,91 @@ def batches(kinds: tuple[str, ...], size: int) -> Iterator[tuple[str, ...]]:
         yield kinds[first : first + size]
 
 
+def told(mixed: MixedFleet, pool: str, name: str) -> tuple[int, int]:
+    """How often the loss of a name was logged, and how often it was signalled."""
+    lock = f"celery:shop:{name}"
+    logged = mixed.workers[pool].text().count(f"lock {lock!r} was lost after")
+    return logged, sum(event["name"] == lock for event in mixed.fleet.history.events("lost"))
+
+
 @pytest.mark.parametrize("pool", POOLS)
-def test_body_is_stopped_when_its_lock_is_lost(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+def test_body_is_stopped_when_its_lock_is_lost(mixed: MixedFleet, pool: str) -> None:
     """Whatever it is doing: the task fails with LockLost, once said, and the worker goes on."""
-    worker = fleet.worker(pool, POOLS[pool], app="faults.bodies")
-    kinds = KINDS[pool]
-    for batch in batches(kinds, POOLS[pool]):
-        results = [fleet.send("lost_abort", kind, kind) for kind in batch]
-        for kind in batch:
-            fleet.running(kind)
+    names = {f"{pool} {kind}": kind for kind in KINDS[pool]}
+    for batch in batches(tuple(names), POOLS[pool]):
+        results = [mixed.send(pool, "lost_abort", name, names[name]) for name in batch]
+        for name in batch:
+            mixed.fleet.running(name)
         struck = time.monotonic()
-        for kind in batch:
+        for name in batch:
             # The holds of one process go together.
-            if holders(observer, kind):
-                lose(observer, kind)
-        for kind, result in zip(batch, results, strict=True):
+            if holders(mixed.observer, name):
+                lose(mixed.observer, name)
+        for name, result in zip(batch, results, strict=True):
             error = result.get(timeout=10, propagate=False)
-            assert isinstance(error, LockLost), f"{kind}: {error!r}"
-            (run,) = fleet.history.runs(kind)
+            assert isinstance(error, LockLost), f"{name}: {error!r}"
+            (run,) = mixed.fleet.history.runs(name)
             assert run.ended is not None
-            print(f"{pool:8} {kind:9} stopped after {1000 * (run.ended - struck):6.1f} ms")
-            assert run.ended - struck < (2.0 if kind == "stubborn" else 1.0)
-    for kind in kinds:
-        assert fleet.send("raises", kind).get(timeout=10) == kind
-    assert worker.text().count("was lost after") == len(kinds)
-    assert sorted(event["name"] for event in fleet.history.events("lost")) == sorted(
-        f"celery:shop:{kind}" for kind in kinds
-    )
-    assert not fleet.history.overlaps()
-    wait_no_locks(observer)
+            print(f"{name:18} stopped after {1000 * (run.ended - struck):6.1f} ms")
+            assert run.ended - struck < (2.0 if names[name] == "stubborn" else 1.0)
+    for name in names:
+        assert mixed.send(pool, "raises", name).get(timeout=10) == name
+        assert told(mixed, pool, name) == (1, 1)
+    assert not mixed.fleet.history.overlaps()
+    wait_no_locks(mixed.observer)
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_body_has_time_to_tidy_up(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+def test_body_has_time_to_tidy_up(mixed: MixedFleet, pool: str) -> None:
     """It is interrupted again and again, but four times a second at most."""
-    fleet.worker(pool, POOLS[pool], app="faults.bodies")
-    result = fleet.send("lost_abort", "a", "stubborn")
-    fleet.running("a")
-    lose(observer, "a")
+    name = f"{pool} tidies up"
+    result = mixed.send(pool, "lost_abort", name, "stubborn")
+    mixed.fleet.running(name)
+    lose(mixed.observer, name)
     assert isinstance(result.get(timeout=10, propagate=False), LockLost)
-    thrown = [event["at"] for event in fleet.history.events("thrown")]
+    events = mixed.fleet.history.events("thrown")
+    thrown = [event["at"] for event in events if event["name"] == f"celery:shop:{name}"]
     assert len(thrown) == 3
     assert min(later - earlier for earlier, later in itertools.pairwise(thrown)) > 0.2
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_body_that_wants_to_is_published_again(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+def test_body_that_wants_to_is_published_again(mixed: MixedFleet, pool: str) -> None:
     """``lock_on_lost="retry"``: it is stopped, and the same task runs once more."""
-    worker = fleet.worker(pool, POOLS[pool], app="faults.bodies")
-    result = fleet.send("lost_retry", "a")
-    fleet.running("a")
-    lose(observer, "a")
+    name = f"{pool} again"
+    result = mixed.send(pool, "lost_retry", name)
+    mixed.fleet.running(name)
+    lose(mixed.observer, name)
+    # The copy is published into the default queue, as a retry is that names none.
     assert result.get(timeout=10) == "done"
-    first, second = fleet.history.runs("a", task_id=result.id)
+    first, second = mixed.fleet.history.runs(name, task_id=result.id)
     assert first.ended is not None
     assert first.ended < second.started
-    assert worker.text().count("was lost after") == 1
-    assert len(fleet.history.events("lost")) == 1
+    assert told(mixed, pool, name) == (1, 1)
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_body_that_wants_to_goes_on(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+def test_body_that_wants_to_goes_on(mixed: MixedFleet, pool: str) -> None:
     """``lock_on_lost="continue"``, the control of the interrupt: the body is told, and its result stays."""
-    worker = fleet.worker(pool, POOLS[pool], app="faults.bodies")
-    result = fleet.send("lost_continue", "a", "until_lost")
-    fleet.running("a")
-    lose(observer, "a")
+    name = f"{pool} goes on"
+    result = mixed.send(pool, "lost_continue", name, "until_lost")
+    mixed.fleet.running(name)
+    lose(mixed.observer, name)
     assert result.get(timeout=10) == "done"
-    assert [event["lost"] for event in fleet.history.events("told")] == [True]
-    assert worker.text().count("was lost after") == 1
-    assert len(fleet.history.events("lost")) == 1
+    (event,) = [
+        event for event in mixed.fleet.history.events("told") if event["name"] == f"celery:shop:{name}"
+    ]
+    assert event["lost"]
+    assert told(mixed, pool, name) == (1, 1)
 
 
-def test_end_of_another_session_stops_nobody(fleet: Fleet, observer: psycopg.Connection) -> None:
+def test_end_of_another_session_stops_nobody(mixed: MixedFleet) -> None:
     """Of two bodies in two processes only the one stops whose lock is gone."""
-    fleet.worker("prefork", 2, app="faults.bodies")
-    lost, kept = fleet.send("lost_abort", "a"), fleet.send("lost_abort", "b", "steps", 3.0)
-    fleet.running("a")
-    fleet.running("b")
-    lose(observer, "a")
+    lost = mixed.send("prefork", "lost_abort", "mine")
+    kept = mixed.send("prefork", "lost_abort", "another's", "steps", 2.0)
+    mixed.fleet.running("mine")
+    mixed.fleet.running("another's")
+    lose(mixed.observer, "mine")
     assert isinstance(lost.get(timeout=10, propagate=False), LockLost)
     assert kept.get(timeout=10) == "done"
 
@@ -166,23 +165,34 @@ def ended(fleet: Fleet, names: list[str]) -> list[Run]:
     return runs if len(runs) == len(names) and all(run.ended for run in runs) else []
 
 
+@pytest.fixture(scope="module")
+def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PostgreSQL, MixedFleet]]:
+    """A fleet whose server may be struck."""
+    with PostgreSQL() as server, mixed_fleet(tmp_path_factory.mktemp("mortal"), server) as mixed:
+        yield server, mixed
+
+
 @pytest.mark.parametrize("strike", [terminate, restart, crash])
 def test_loss_is_noticed_within_a_tenth_of_a_second(
-    make_fleet: FleetMaker, own_postgres: PostgreSQL, strike: Strike
+    mortal: tuple[PostgreSQL, MixedFleet], strike: Strike
 ) -> None:
     """The end of the server's side of the connection, in all pools at once, three times."""
-    fleet = make_fleet(dsn=own_postgres.url())
-    workers = start_pools(fleet)
+    server, mixed = mortal
     noticed: dict[str, list[float]] = {pool: [] for pool in POOLS}
     for round_ in range(3):
-        names = {f"{pool} {round_} {number}": pool for pool, size in POOLS.items() for number in range(size)}
-        sent: list[AsyncResult[object]] = [
-            fleet.signature("lost_abort", name).apply_async(queue=pool) for name, pool in names.items()
-        ]
+        names = {
+            f"{strike.__name__} {pool} {round_} {number}": pool
+            for pool, size in POOLS.items()
+            for number in range(size)
+        }
+        sent = [mixed.send(pool, "lost_abort", name) for name, pool in names.items()]
         for name in names:
-            fleet.running(name)
-        at = strike(own_postgres)
-        for run in fleet.wait(lambda names=names: ended(fleet, list(names)), "the end of all bodies", 10):
+            mixed.fleet.running(name)
+        at = strike(server)
+        runs = mixed.fleet.wait(
+            lambda names=names: ended(mixed.fleet, list(names)), "the end of all bodies", 10
+        )
+        for run in runs:
             assert run.ended is not None
             noticed[names[run.name]].append(run.ended - at)
         for result in sent:
@@ -192,5 +202,5 @@ def test_loss_is_noticed_within_a_tenth_of_a_second(
         print(f"{strike.__name__:9} {pool:8} noticed after: {figures}")
     for pool, seconds in noticed.items():
         assert statistics.median(seconds) < NOTICED + ROOM, f"{strike.__name__}, {pool}: {sorted(seconds)}"
-    for pool in workers:
-        assert fleet.signature("lost_abort", "next", "steps", 0.0).apply_async(queue=pool).get(timeout=20)
+    for pool in POOLS:
+        assert mixed.send(pool, "lost_abort", f"next {pool}", "steps", 0.0).get(timeout=20) == "done"
