@@ -199,9 +199,14 @@ class Keeper:
                 raise
 
     def _answer_batch(self, requests: Sequence[Request]) -> None:
+        session = self._session
         try:
             self._perform(requests)
-        except SessionBroken:
+        except SessionBroken as exc:
+            if session is not None and session.given_up_at is not None:
+                # The network is silent: a second try would have everybody wait for nothing.
+                refuse(requests, LockUnavailable(str(exc)))
+                return
             # A server restart between two tasks costs nothing. Releases need no second try: what the
             # broken session held is free.
             self._perform_anew([request for request in requests if isinstance(request, Acquire)])

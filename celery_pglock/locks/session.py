@@ -178,13 +178,16 @@ class Session:
         Called while a statement may be waiting for its answer, from another thread.
         """
         self.given_up_at = time.monotonic()
+        self._lose_all(reason)
+
+    def _lose_all(self, reason: str) -> None:
         for hold in [*self._all_holds(), *self._leaving]:
             if hold.status is hold.Status.HELD:
                 hold._lost(reason)
 
     def close(self, reason: str) -> None:
         """Close the connection, which frees all that is on it. What was still held counts as lost."""
-        self.give_up(reason)
+        self._lose_all(reason)
         self._holds, self._readers, self._leaving, self._owed = {}, {}, [], []
         self._connection.close()
 
