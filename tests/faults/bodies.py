@@ -18,7 +18,7 @@ import psycopg
 
 from celery_pglock import AdvisoryLockedTask, Hold, lock_lost
 
-from .shop import LATE, app, history
+from .shop import LATE, app, history, work
 
 __all__ = ["app"]
 
@@ -131,3 +131,33 @@ def losing(name: str, policy: str, **options: Any) -> None:
 for policy in ("abort", "retry", "continue"):
     losing(f"lost_{policy}", policy)
 losing("late_lost_retry", "retry", lock_on_conflict="retry", lock_retry_backoff_max=2, **LATE)
+
+
+# Bodies with a token.
+
+
+@app.task(base=AdvisoryLockedTask, name="fenced", bind=True, lock_name="shop", lock_key="<name>")
+def fenced(self: Any, name: str) -> None:
+    with history.body(name, self.request.id, self.name):
+        token = self.lock.fencing_token()
+        assert token == self.lock.fencing_token()
+        history.note("token", token=token)
+
+
+@app.task(
+    base=AdvisoryLockedTask,
+    name="writes",
+    bind=True,
+    lock_name="shop",
+    lock_key="<name>",
+    lock_on_lost="continue",
+)
+def writes(self: Any, name: str, value: str, guard: str, gate: str | None = None) -> int:
+    """Write a value when the gate opens, and return how many rows took it."""
+    token = self.lock.fencing_token()
+    if gate:
+        work(self, name, gate=gate)
+    with psycopg.connect(os.environ["FLEET_DSN"]) as connection:
+        row = {"token": token, "value": value, "name": name}
+        statement = f"UPDATE ledger SET token = %(token)s, value = %(value)s WHERE name = %(name)s {guard}"
+        return connection.execute(statement.encode(), row).rowcount
