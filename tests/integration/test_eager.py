@@ -192,7 +192,7 @@ def test_bodies_of_one_name_never_run_together(app: Celery, locked: bool) -> Non
     @app.task(base=AdvisoryLockedTask, name="f", lock_key=[], lock_enabled=locked, shared=False)
     def f():
         inside.append(1)
-        time.sleep(0.001)
+        time.sleep(0.01)
         collisions.extend(inside[1:])
         runs.append(1)
         inside.pop()
