@@ -22,6 +22,10 @@ HOLDERS = """
         AND (classid::bigint << 32 | objid::bigint) = id
 """
 
+TAKE = """
+    SELECT pg_advisory_lock(('x' || left(encode(sha256(convert_to(%s, 'UTF8')), 'hex'), 16))::bit(64)::bigint)
+"""
+
 LOCKS = """
     SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -31,6 +35,11 @@ SESSIONS = """
     SELECT application_name FROM pg_stat_activity
     WHERE datname = current_database() AND application_name LIKE 'pglock %'
 """
+
+
+def take(observer: psycopg.Connection, name: str) -> None:
+    """Hold one of the shop's names in the test's own session, as any other program could."""
+    observer.execute(TAKE, [NAME.format(name)])
 
 
 def holders(observer: psycopg.Connection, name: str) -> list[int]:

@@ -1,7 +1,6 @@
 """The app of the workers that fault tests start: ``celery -A faults.shop worker``.
 
-`Fleet` configures it by the environment. A body writes what it does into the fleet's history and works for
-some seconds, or until the test opens its gate.
+`Fleet` configures it by the environment.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -23,15 +21,11 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from celery_pglock import AdvisoryLockedTask, is_skipped
 
-from .history import Writer
 from .judge import holders
-
-FOLDER = Path(os.environ["FLEET_FOLDER"])
-
-history = Writer(FOLDER / "history")
+from .work import CONF, history, work
 
 app = Celery("shop")
-app.conf.update(json.loads(os.environ["FLEET_CONF"]))
+app.conf.update(CONF)
 
 
 class SlowBackend(RedisBackend):
@@ -63,15 +57,6 @@ def on_received(request: Any, **_: Any) -> None:
         content_type=request.content_type,
         compression=request.message.headers.get("compression"),
     )
-
-
-def work(task: Any, name: str, seconds: float = 0.0, gate: str | None = None) -> None:
-    """Be a body: for some seconds, or until the test opens the gate (a minute at most)."""
-    with history.body(name, task.request.id, task.name) as alive:
-        deadline = time.monotonic() + (60 if gate else seconds)
-        while (left := deadline - time.monotonic()) > 0 and not (gate and (FOLDER / "gates" / gate).exists()):
-            time.sleep(min(left, 0.01))
-            alive()
 
 
 def locked(name: str, **options: Any) -> Any:
