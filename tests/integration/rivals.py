@@ -1,0 +1,102 @@
+"""Others who want the same lock: threads, forked processes, and what the server knows of those who wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from celery_pglock import LockId
+from integration.judge import Judge, eventually
+
+T = TypeVar("T")
+
+WAITING = """
+    SELECT classid::bigint, objid::bigint, objsubid, pid FROM pg_locks
+    WHERE locktype = 'advisory' AND NOT granted AND database = %s ORDER BY waitstart
+"""
+
+
+def waiting(judge: Judge, id: LockId | None = None) -> list[int]:
+    """The server processes that wait for a lock, or for one id, the first of them first."""
+    rows = judge.observer.execute(WAITING, [judge.database]).fetchall()
+    return [pid for *row, pid in rows if id is None or judge.id(*row) == id]
+
+
+def wait_until_waiting(judge: Judge, number: int, id: LockId | None = None) -> list[int]:
+    eventually(lambda: len(waiting(judge, id)) == number, f"{number} waiters, but {waiting(judge, id)}")
+    return waiting(judge, id)
+
+
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function in a thread of its own."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as exc:  # noqa: BLE001 - told by the future
+            future.set_exception(exc)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class Stopped(BaseException):
+    """What interrupts a test's own code."""
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Interrupt the block, in the main thread, as a soft time limit does; it must not end by itself."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except Stopped:
+        return
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    raise AssertionError("it ended before it was interrupted: nothing was tested")
+
+
+def forked(function: Callable[[], Any]) -> int:
+    """Run a function in a forked child and return the child's id; its status is 0 if all went well."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        function()
+        status = 0
+    except BaseException:  # noqa: BLE001 - shown by the child, told by its status
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def status_of(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def descriptors() -> set[str]:
+    """The descriptors that this process has open."""
+    return {f"{fd.name} {fd.readlink()}" for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}

@@ -1,0 +1,468 @@
+"""Waiting takes a turn in PostgreSQL's own queue, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_pglock import AdvisoryLockedTask, LockId, LockNotAcquired, advisory_lock, is_skipped
+from celery_pglock.config import settings_of
+from celery_pglock.locks.hold import Hold
+from celery_pglock.locks.keeper import Keeper, keeper_for
+from celery_pglock.locks.requests import Answer
+from integration.judge import Judge, eventually
+from integration.rivals import (
+    descriptors,
+    forked,
+    in_thread,
+    interrupted_after,
+    kill,
+    status_of,
+    wait_until_waiting,
+    waiting,
+)
+
+ID, OTHER = LockId(11), LockId(12)
+
+NewKeeper = Callable[..., Keeper]
+
+pytestmark = [
+    pytest.mark.usefixtures("way"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning"),
+]
+
+
+@pytest.fixture(params=["session", "transaction"])
+def scope(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def taken(keeper: Keeper, id: LockId = ID, **options: Any) -> Hold:
+    hold = Hold(id, **options)
+    assert keeper.acquire(hold).answer is Answer.GRANTED
+    return hold
+
+
+def served(keeper: Keeper, seconds: float | None = 20, **options: Any) -> tuple[Hold, Keeper]:
+    """Wait for a hold and return it with the keeper that it is released at."""
+    hold = Hold(ID, **options)
+    asked, holder = keeper.wait(hold, seconds)
+    assert asked.answer is Answer.GRANTED, (asked.answer, asked.error)
+    return hold, holder
+
+
+def is_over(future: Future[Any]) -> Any:
+    return future.result(timeout=20)
+
+
+# Its turn.
+
+
+def test_waiters_are_served_in_the_order_of_their_arrival(new_keeper: NewKeeper, judge: Judge) -> None:
+    """Twenty that arrived one after the other, and each is told at once."""
+    order: list[int] = []
+    handovers: list[float] = []
+    left_at = time.monotonic()
+
+    def wait(number: int, keeper: Keeper) -> None:
+        nonlocal left_at
+        hold, holder = served(keeper)
+        handovers.append(time.monotonic() - left_at)
+        order.append(number)
+        left_at = time.monotonic()
+        holder.release(hold)
+
+    assert judge.take(ID)
+    futures = []
+    for number in range(20):
+        futures.append(in_thread(partial(wait, number, new_keeper())))
+        wait_until_waiting(judge, number + 1)
+    left_at = time.monotonic()
+    judge.give_back()
+    for future in futures:
+        is_over(future)
+    assert order == list(range(20))
+    print(f"seconds from a release to the next grant: median {statistics.median(handovers):.4f}")
+    assert statistics.median(handovers) < 0.1
+
+
+def test_those_who_try_again_are_served_in_any_order(new_keeper: NewKeeper, judge: Judge) -> None:
+    """The control: twenty that ask now and then have no queue."""
+    order: list[int] = []
+
+    def poll(number: int, keeper: Keeper) -> None:
+        while keeper.acquire(hold := Hold(ID)).answer is not Answer.GRANTED:
+            time.sleep(random.uniform(0.001, 0.1))
+        order.append(number)
+        keeper.release(hold)
+
+    assert judge.take(ID)
+    futures = []
+    for number in range(20):
+        futures.append(in_thread(partial(poll, number, new_keeper())))
+        eventually(lambda: len(judge.sessions()) > len(futures) - 1, "the session of the next")
+    judge.give_back()
+    for future in futures:
+        is_over(future)
+    assert order != list(range(20))
+
+
+def test_nobody_gets_past_those_who_wait(new_keeper: NewKeeper, judge: Judge) -> None:
+    """One who only tries is refused while another waits, even in the moment of the handover."""
+    first, second = new_keeper(), new_keeper()
+    judge.take(ID)
+    waiter = in_thread(lambda: served(first))
+    wait_until_waiting(judge, 1)
+    judge.give_back()
+    assert second.acquire(Hold(ID)).answer is Answer.CONFLICT
+    hold, holder = is_over(waiter)
+    holder.release(hold)
+
+
+def test_a_wait_is_bounded(keeper: Keeper, judge: Judge) -> None:
+    """It ends when its time is up, within half a second, and leaves no lock and no waiter."""
+    judge.take(ID)
+    since = time.monotonic()
+    hold = Hold(ID)
+    asked, _ = keeper.wait(hold, 0.4)
+    assert asked.answer is Answer.CONFLICT
+    assert 0.4 <= time.monotonic() - since < 0.9
+    assert hold.status is Hold.Status.NEW
+    assert waiting(judge) == []
+    judge.give_back()
+    assert judge.held() == set()
+
+
+@pytest.mark.parametrize("wait", [timedelta(days=35), float("inf"), None], ids=str)
+def test_a_long_wait_is_a_wait(dsn: str, judge: Judge, way: str, scope: str, wait: Any) -> None:
+    """What PostgreSQL's own timeouts can't hold (24.8 days) is no error."""
+    judge.take(ID)
+
+    def block() -> None:
+        with advisory_lock(ID, wait, scope=scope, database_url=dsn):
+            pass
+
+    future = in_thread(block)
+    wait_until_waiting(judge, 1)
+    judge.give_back()
+    is_over(future)
+    eventually(lambda: not judge.held(), "the lock is left behind")
+
+
+def test_wait_ends_as_lock_not_acquired(app: Celery, judge: Judge, scope: str) -> None:
+    """A task that waited for as long as it may fails, and says how long it was."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID, lock_scope=scope,
+              lock_on_conflict="wait", lock_max_wait=timedelta(seconds=0.3))  # fmt: skip
+    def f(): ...
+
+    judge.take(ID)
+    result = f.delay()
+    assert isinstance(result.result, LockNotAcquired)
+    assert "LockId(11)" in str(result.result)
+    assert 0.3 <= result.result.args[1] < 2
+    judge.give_back()
+    assert f.delay().state == "SUCCESS"
+
+
+def test_a_wait_of_nothing_tries_once(app: Celery, judge: Judge, scope: str) -> None:
+    """`lock_max_wait=0` is no wait at all, and not one for ever."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID, lock_scope=scope,
+              lock_on_conflict="wait", lock_max_wait=0)  # fmt: skip
+    def f(): ...
+
+    judge.take(ID)
+    since = time.monotonic()
+    assert isinstance(f.delay().result, LockNotAcquired)
+    assert time.monotonic() - since < 1
+    judge.give_back()
+
+
+def test_a_hold_of_the_same_process_is_waited_for(new_keeper: NewKeeper, judge: Judge, way: str) -> None:
+    """In a process of many bodies it is another thread's, else one with a minimum hold."""
+    keeper = new_keeper()
+    hold = taken(keeper, min_hold=0.0 if way == "owner" else 0.4)
+    if way == "owner":
+        waiter = in_thread(lambda: served(keeper))
+        wait_until_waiting(judge, 1)
+        keeper.release(hold)
+    else:
+        keeper.release(hold)
+        assert judge.held() == {ID}
+        waiter = in_thread(lambda: served(keeper))
+    waited, holder = is_over(waiter)
+    assert judge.held() == {ID}
+    holder.release(waited)
+
+
+# However it ends.
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(dsn: str, judge: Judge, scope: str) -> None:
+    """A soft limit or a revoke: the server forgets the waiter at once, while the name stays taken."""
+    judge.take(ID)
+    for seconds in (0.05, 0.11, 0.17, 0.3):
+        with interrupted_after(seconds), advisory_lock(ID, None, scope=scope, database_url=dsn):
+            pass
+        eventually(lambda: not waiting(judge), "a zombie waits", within=2)
+    judge.give_back()
+    assert judge.held() == set()
+    with advisory_lock(ID, scope=scope, database_url=dsn):
+        assert judge.held() == {ID}
+
+
+def test_an_interrupt_at_the_moment_of_the_grant_leaves_no_lock(dsn: str, judge: Judge, scope: str) -> None:
+    """The name is free however near the interrupt comes to the grant."""
+    for number in range(15):
+        judge.take(ID)
+        giver = threading.Timer(0.1, judge.give_back)
+        giver.start()
+        try:
+            with (
+                interrupted_after(0.1 + number * 0.0004),
+                advisory_lock(ID, None, scope=scope, database_url=dsn),
+            ):
+                time.sleep(5)
+        finally:
+            giver.join()
+        eventually(lambda: not judge.held() and not waiting(judge), "a lock or a waiter is left", within=2)
+
+
+def test_a_killed_process_does_not_wait_on(dsn: str, judge: Judge, scope: str) -> None:
+    """The server notices that the client of a waiter is gone."""
+
+    def wait() -> None:
+        with advisory_lock(ID, 60, scope=scope, database_url=dsn):
+            pass
+
+    judge.take(ID)
+    child = forked(wait)
+    wait_until_waiting(judge, 1)
+    kill(child)
+    eventually(lambda: not waiting(judge), "a zombie waits", within=2)
+    judge.give_back()
+    assert judge.held() == set()
+
+
+def test_a_waiter_whose_session_is_ended_waits_on(keeper: Keeper, judge: Judge) -> None:
+    """It takes a turn anew, and the end of its session is no conflict."""
+    judge.take(ID)
+    waiter = in_thread(lambda: served(keeper))
+    (pid,) = wait_until_waiting(judge, 1)
+    judge.end(pid)
+    eventually(lambda: waiting(judge) not in ([], [pid]), "nobody waits any more")
+    judge.give_back()
+    hold, holder = is_over(waiter)
+    assert judge.held() == {ID}
+    holder.release(hold)
+
+
+def test_a_fork_beside_a_waiter_costs_it_nothing(dsn: str, judge: Judge, scope: str) -> None:
+    """The child has neither its place in the queue nor its connection, and can't end either."""
+    judge.take(ID)
+    entered = threading.Event()
+
+    def wait() -> None:
+        with advisory_lock(ID, 20, scope=scope, database_url=dsn) as lock:
+            entered.set()
+            assert not lock.lost
+
+    waiter = in_thread(wait)
+    (pid,) = wait_until_waiting(judge, 1)
+
+    for _ in range(3):
+        assert status_of(forked(gc_and_leave)) == 0
+    assert waiting(judge) == [pid]
+    judge.give_back()
+    is_over(waiter)
+    assert entered.is_set()
+
+
+def gc_and_leave() -> None:
+    import gc
+
+    from celery_pglock.locks.keeper import close_all
+
+    gc.collect()
+    close_all()
+
+
+# What it costs.
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch, way: str) -> Iterator[None]:
+    if way != "owner":
+        pytest.skip("prefork and solo wait on their one session")
+    return
+
+
+@pytest.mark.parametrize("end", ["granted", "time is up", "minimum hold", "interrupted"])
+@pytest.mark.usefixtures("threads")
+def test_what_a_wait_takes_is_given_back(new_keeper: NewKeeper, judge: Judge, end: str) -> None:
+    """Fifty waits: connections, threads and descriptors are what they were."""
+    keeper = new_keeper()
+    keeper.release(taken(keeper, OTHER))
+
+    def once() -> None:
+        if end == "interrupted":
+            assert judge.take(ID)
+            with interrupted_after(0.06):
+                keeper.wait(Hold(ID), 20)
+            eventually(lambda: not waiting(judge), "a zombie waits", within=2)
+            judge.give_back()
+        elif end == "time is up":
+            assert judge.take(ID)
+            assert keeper.wait(Hold(ID), 0.01)[0].answer is Answer.CONFLICT
+            judge.give_back()
+        else:
+            hold, holder = served(keeper, min_hold=0.02 if end == "minimum hold" else 0.0)
+            holder.release(hold)
+
+    def sessions() -> bool:
+        return len(judge.sessions()) == 1
+
+    once()
+    eventually(sessions, "one session", within=2)
+    before = len(descriptors()), threading.active_count()
+    for _ in range(8 if end == "interrupted" else 50):
+        once()
+    eventually(lambda: not judge.held(), "a lock is left", within=2)
+    eventually(sessions, "one session", within=2)
+
+    def as_before() -> bool:
+        return len(descriptors()) <= before[0] and threading.active_count() <= before[1]
+
+    eventually(as_before, f"{before} descriptors and threads", within=2)
+
+
+@pytest.mark.usefixtures("threads")
+def test_others_of_the_process_go_on_beside_a_wait(new_keeper: NewKeeper, judge: Judge) -> None:
+    """Only the wait takes a session of its own."""
+    keeper = new_keeper()
+    judge.take(ID)
+    waiters = [in_thread(lambda: served(keeper)) for _ in range(3)]
+    wait_until_waiting(judge, 3)
+    for _ in range(20):
+        keeper.release(taken(keeper, OTHER))
+    assert len(judge.sessions()) == 4
+    judge.give_back()
+    while waiters:
+        eventually(lambda: any(waiter.done() for waiter in waiters), "the next")
+        done = next(waiter for waiter in waiters if waiter.done())
+        waiters.remove(done)
+        hold, holder = done.result()
+        holder.release(hold)
+    eventually(lambda: len(judge.sessions()) == 1, "a session is left", within=2)
+
+
+def test_a_minimum_hold_ends_while_its_process_waits(new_keeper: NewKeeper, judge: Judge) -> None:
+    """Also where the process waits on the one session that has it."""
+    keeper = new_keeper()
+    judge.take(ID)
+    keeper.release(taken(keeper, OTHER, min_hold=0.3))
+    assert OTHER in judge.held()
+    waiter = in_thread(lambda: served(keeper))
+    wait_until_waiting(judge, 1, ID)
+    try:
+        eventually(lambda: OTHER not in judge.held(), "the minimum hold lasts on", within=2)
+    finally:
+        judge.give_back()
+        hold, holder = is_over(waiter)
+        holder.release(hold)
+
+
+# So many at a time.
+
+
+def test_no_more_wait_than_the_task_allows(app: Celery, judge: Judge, way: str) -> None:
+    """One runs, one waits, and who comes later is skipped."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID,
+              lock_on_conflict="wait", lock_max_waiters=1)  # fmt: skip
+    def f():
+        return "ran"
+
+    judge.take(ID)
+    waiter = start_process_or_thread(way, lambda: str(f.delay().result))
+    wait_until_waiting(judge, 1, ID)
+    for _ in range(3):
+        assert is_skipped(f.delay().result)
+    assert len(waiting(judge)) == 1
+    judge.give_back()
+    assert waiter() == "ran"
+    assert f.delay().result == "ran"
+    assert judge.held() == set()
+
+
+def test_all_wait_where_the_task_does_not_say(app: Celery, judge: Judge, way: str) -> None:
+    """The control: without `lock_max_waiters` the second one waits too."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID,
+              lock_on_conflict="wait")  # fmt: skip
+    def f():
+        return "ran"
+
+    judge.take(ID)
+    waiters = [start_process_or_thread(way, lambda: str(f.delay().result)) for _ in "ab"]
+    wait_until_waiting(judge, 2, ID)
+    judge.give_back()
+    assert [waiter() for waiter in waiters] == ["ran", "ran"]
+
+
+def start_process_or_thread(way: str, function: Callable[[], str]) -> Callable[[], str]:
+    """Run a function beside us, in a process that has one body at a time or in a thread of this one."""
+    if way == "owner":
+        return in_thread(function).result
+    readable, writable = os.pipe()
+    child = forked(lambda: os.write(writable, function().encode()))
+    os.close(writable)
+
+    def result() -> str:
+        try:
+            assert status_of(child) == 0
+            return os.read(readable, 100).decode()
+        finally:
+            os.close(readable)
+
+    return result
+
+
+def test_a_place_is_given_back_by_a_wait_that_was_interrupted(app: Celery, judge: Judge, way: str) -> None:
+    """The next one may wait."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID,
+              lock_on_conflict="wait", lock_max_waiters=1, lock_max_wait=0.5)  # fmt: skip
+    def f(): ...
+
+    judge.take(ID)
+    for _ in range(2):
+        with interrupted_after(0.2):
+            f.apply(throw=True)
+        eventually(lambda: judge.held() == {ID}, f"a place is left: {judge.held()}", within=2)
+    assert isinstance(f.apply().result, LockNotAcquired)
+    judge.give_back()
+
+
+def test_a_keeper_waits_under_the_settings_of_its_process(app: Celery, judge: Judge) -> None:
+    """The session of a waiter says whose it is, like any other."""
+    keeper = keeper_for(settings_of(app))
+    judge.take(ID)
+    waiter = in_thread(lambda: served(keeper))
+    (pid,) = wait_until_waiting(judge, 1)
+    assert pid in judge.sessions()
+    judge.give_back()
+    hold, holder = is_over(waiter)
+    holder.release(hold)
