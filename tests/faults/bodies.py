@@ -161,3 +161,12 @@ def writes(self: Any, name: str, value: str, guard: str, gate: str | None = None
         row = {"token": token, "value": value, "name": name}
         statement = f"UPDATE ledger SET token = %(token)s, value = %(value)s WHERE name = %(name)s {guard}"
         return connection.execute(statement.encode(), row).rowcount
+
+
+@app.task(base=AdvisoryLockedTask, name="shows_limits", bind=True, lock_name="shop", lock_key="<name>")
+def shows_limits(self: Any, name: str, seconds: float) -> list[str]:
+    """Work, and tell what limits a connection of the body's own has."""
+    work(self, name, seconds)
+    with psycopg.connect(os.environ["FLEET_DSN"]) as connection:
+        limits = ("statement_timeout", "lock_timeout", "idle_session_timeout")
+        return [connection.execute(f"SHOW {limit}".encode()).fetchone()[0] for limit in limits]  # type: ignore[index]

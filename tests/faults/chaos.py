@@ -1,0 +1,329 @@
+"""Faults of all kinds at random moments, against a fleet of mixed pools with late acknowledgment.
+
+Messages flow all the while. Whatever is struck comes back: a killed worker is replaced, a server starts
+again, a proxy goes on. At the end the faults stop, and what was sent has to be done. Nothing here asks the
+package: bodies write the history, the result backend tells what is done, PostgreSQL tells what is held.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from celery import states
+from kombu.exceptions import OperationalError
+from kombu.utils.uuid import uuid
+from redis.exceptions import RedisError
+
+from localservers import PostgreSQL
+
+from .durable import DurableRedis
+from .fleet import Fleet, Worker, alive, wait_for
+from .history import Run
+from .proxy import Proxy
+
+POOLS = {"prefork": 3, "threads": 3, "gevent": 4, "solo": 1}
+NAMES = [f"n{number}" for number in range(6)]
+LOSS_TIMEOUT = 3.0
+
+#: Seconds between the moment in which a server lets names go by itself and that in which the bodies have
+#: stopped: the documented tenth of a second, and what a busy machine adds.
+WINDOW = 0.1 + 0.4
+
+#: Messages a second.
+RATE = 12.0
+
+OURS = "FROM pg_stat_activity WHERE application_name LIKE 'pglock %'"
+
+
+@dataclass
+class Report:
+    """What was done, and what came of it."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    sent: int = 0
+    runs: int = 0
+    interrupted: int = 0
+    lost_locks: int = 0
+    in_window: int = 0
+    overlaps: list[tuple[Run, Run]] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+    states: Counter[str] = field(default_factory=Counter)
+    stuck_names: list[str] = field(default_factory=list)
+    locks: int = 0
+    sessions: int = 0
+
+    def __str__(self) -> str:
+        faults = "\n".join(f"  {count:4} {fault}" for fault, count in sorted(self.faults.items()))
+        return (
+            f"{self.sent} messages, {self.runs} bodies ({self.interrupted} without an end),"
+            f" {self.lost_locks} lost locks, results {dict(self.states)}\n"
+            f"{sum(self.faults.values())} faults:\n{faults}\n"
+            f"overlaps: {len(self.overlaps)}, and {self.in_window} inside a documented window\n"
+            f"lost messages: {len(self.unfinished)}, stuck names: {len(self.stuck_names)},"
+            f" locks left: {self.locks}, sessions left: {self.sessions}"
+        )
+
+
+class Chaos:
+    """One run. Use it once, from the main thread."""
+
+    def __init__(self, folder: Path, seed: int, *, locked: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.report = Report()
+        self.server, self.redis = PostgreSQL(), DurableRedis()
+        self.proxy = Proxy(self.server.port)
+        url = f"postgresql://postgres@127.0.0.1:{self.proxy.port}/postgres"
+        self.fleet = Fleet(
+            folder,
+            self.redis.url(0),
+            self.redis.url(1),
+            url,
+            pglock_loss_timeout=LOSS_TIMEOUT,
+            pglock_enabled=locked,
+        )
+        # Only of the one that asks for redelivery: for the workers nothing is late.
+        self.fleet.app.conf.broker_transport_options = {"visibility_timeout": 1}
+        self.workers: dict[str, Worker] = {}
+        self._leaving: list[Worker] = []
+        self._ids: list[str] = []
+        #: When names became free without an end of their bodies: first and last moment.
+        self._losses: list[tuple[float, float]] = []
+        self._flow = threading.Event()
+
+    def run(self, seconds: float) -> Report:
+        """Start all, let it rain, and judge."""
+        with self.server, self.redis, self.proxy:
+            try:
+                for pool in POOLS:
+                    self._start(pool)
+                for worker in self.workers.values():
+                    worker.wait_ready(60)
+                producer = threading.Thread(target=self._produce)
+                producer.start()
+                try:
+                    self._rain(seconds)
+                finally:
+                    self._flow.set()
+                    producer.join()
+                self._calm_down()
+                self._judge()
+            finally:
+                self.fleet.close()
+        return self.report
+
+    # What flows.
+
+    def _start(self, pool: str) -> None:
+        self.workers[pool] = self.fleet.worker(pool, POOLS[pool], app="faults.bodies", ready=False)
+
+    def _produce(self) -> None:
+        draw = random.Random(self.random.random())
+        while not self._flow.wait(1 / RATE):
+            self._send(draw.choice(NAMES), draw.choice((0.02, 0.1, 0.4)))
+
+    def _send(self, name: str, seconds: float) -> str:
+        """Publish, and again until the broker took it: it may be down."""
+        id = uuid()
+        signature = self.fleet.signature("late_lost_retry", name, "steps", seconds)
+        for _ in range(200):
+            try:
+                signature.apply_async(task_id=id, retry=False)
+            except (OperationalError, RedisError, OSError):  # noqa: PERF203
+                time.sleep(0.05)
+            else:
+                self._ids.append(id)
+                return id
+        raise AssertionError("the broker did not come back")
+
+    # What strikes.
+
+    def _rain(self, seconds: float) -> None:
+        faults: list[tuple[int, Callable[[], str | None]]] = [
+            (4, self._kill_child),
+            (1, self._kill_worker),
+            (1, self._stop_worker),
+            (2, self._terminate_child),
+            (4, self._soft_limit),
+            (6, self._end_a_session),
+            (1, self._restart_server),
+            (1, self._crash_server),
+            (3, self._freeze),
+            (3, self._redeliver),
+            (1, self._restart_broker),
+            (2, self._stall_shortly),
+            (1, self._stall),
+        ]
+        weights = [weight for weight, _ in faults]
+        # Each once before chance decides.
+        first = [fault for _, fault in faults]
+        self.random.shuffle(first)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(self.random.uniform(0.05, 0.5))
+            fault = first.pop() if first else self.random.choices(faults, weights)[0][1]
+            happened = fault()
+            if happened is not None:
+                self.report.faults[happened] += 1
+            elif len(first) < len(faults):
+                first.insert(0, fault)
+
+    def _children(self) -> list[int]:
+        return self.workers["prefork"].children()
+
+    def _signal_child(self, signum: signal.Signals) -> bool:
+        children = self._children()
+        if children:
+            os.kill(self.random.choice(children), signum)
+        return bool(children)
+
+    def _kill_child(self) -> str | None:
+        return "child killed" if self._signal_child(signal.SIGKILL) else None
+
+    def _terminate_child(self) -> str | None:
+        return "child terminated" if self._signal_child(signal.SIGTERM) else None
+
+    def _soft_limit(self) -> str | None:
+        """As the soft time limit comes, but only where a body runs: elsewhere it meets billiard."""
+        runs = [run for run in self.fleet.history.runs() if run.ended is None and run.pid in self._children()]
+        if not runs:
+            return None
+        os.kill(runs[-1].pid, signal.SIGUSR1)
+        return "soft limit"
+
+    def _kill_worker(self) -> str | None:
+        pool = self.random.choice(list(POOLS))
+        self.workers[pool].kill()
+        self._start(pool)
+        return f"{pool} worker killed"
+
+    def _stop_worker(self) -> str | None:
+        pool = self.random.choice(list(POOLS))
+        self.workers[pool].signal(signal.SIGTERM)
+        self._leaving.append(self.workers[pool])
+        self._start(pool)
+        return f"{pool} worker stopped"
+
+    def _end_a_session(self) -> str | None:
+        at = time.monotonic()
+        pids = [pid for (pid,) in self.server.execute(f"SELECT pid {OURS}")]
+        if not pids:
+            return None
+        self.server.execute("SELECT pg_terminate_backend(%s, 5000)", [self.random.choice(pids)])
+        self._losses.append((at, time.monotonic()))
+        return "session ended"
+
+    def _restart_server(self) -> str:
+        return self._strike_server("fast", "server restarted")
+
+    def _crash_server(self) -> str:
+        return self._strike_server("immediate", "server crashed")
+
+    def _strike_server(self, mode: str, what: str) -> str:
+        at = time.monotonic()
+        self.server.restart(mode)  # type: ignore[arg-type]
+        self._losses.append((at, time.monotonic()))
+        return what
+
+    def _freeze(self) -> str | None:
+        worker = self.workers[self.random.choice(list(POOLS))]
+        pids = [pid for pid in (worker.pid, *worker.children()) if alive(pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.random.uniform(0.2, 0.8))
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        return "worker frozen"
+
+    def _redeliver(self) -> str:
+        self._redeliver_all()
+        return "all redelivered"
+
+    def _restart_broker(self) -> str:
+        self.redis.stop()
+        self.redis.start()
+        return "broker restarted"
+
+    def _stall_shortly(self) -> str:
+        self.proxy.stall()
+        time.sleep(self.random.uniform(0.1, LOSS_TIMEOUT / 4))
+        self.proxy.resume()
+        return "proxy stalled shortly"
+
+    def _stall(self) -> str:
+        self.proxy.stall()
+        time.sleep(self.random.uniform(1.0, 1.3) * LOSS_TIMEOUT)
+        self.proxy.resume()
+        return "proxy stalled"
+
+    # What is left.
+
+    def _calm_down(self) -> None:
+        """Let all that was sent be done. What died with a worker comes back by redelivery."""
+        deadline = time.monotonic() + 90
+        redelivered = 0.0
+        while self._pending() and time.monotonic() < deadline:
+            if time.monotonic() - redelivered > 3:
+                redelivered = time.monotonic()
+                self._redeliver_all()
+            time.sleep(0.2)
+        self.report.unfinished = self._pending()
+        ids = {name: self._send(name, 0.0) for name in NAMES}
+        until = time.monotonic() + 20
+        while time.monotonic() < until and any(id in self._pending() for id in ids.values()):
+            time.sleep(0.1)
+        self.report.stuck_names = [name for name, id in ids.items() if id in self._pending()]
+
+    def _redeliver_all(self) -> None:
+        # Ten messages at a time.
+        for _ in range(5):
+            self.fleet.redeliver()
+
+    def _pending(self) -> list[str]:
+        done = self.fleet.results(list(self._ids))
+        return [id for id in self._ids if done.get(id, {}).get("status") not in states.READY_STATES]
+
+    def _judge(self) -> None:
+        report = self.report
+        try:
+            wait_for(lambda: self._count_locks() == 0, "", 5)
+        except AssertionError:
+            report.locks = self._count_locks()
+        for worker in [*self.workers.values(), *self._leaving]:
+            worker.stop(60)
+        try:
+            wait_for(lambda: self._count_sessions() == 0, "", 5)
+        except AssertionError:
+            report.sessions = self._count_sessions()
+        report.sent = len(self._ids)
+        report.states.update(str(result["status"]) for result in self.fleet.results(list(self._ids)).values())
+        runs = self.fleet.history.runs()
+        report.runs = len(runs)
+        report.interrupted = sum(run.ended is None for run in runs)
+        report.lost_locks = len(self.fleet.history.events("lost"))
+        for first, second in self.fleet.history.overlaps():
+            if self._is_documented(first):
+                report.in_window += 1
+            else:
+                report.overlaps.append((first, second))
+
+    def _is_documented(self, first: Run) -> bool:
+        """Whether a server had let the name go before, and the body stopped in time."""
+        return any(
+            first.started <= end and begin <= first.last_seen <= end + WINDOW for begin, end in self._losses
+        )
+
+    def _count_locks(self) -> int:
+        ((count,),) = self.server.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")
+        return int(count)
+
+    def _count_sessions(self) -> int:
+        ((count,),) = self.server.execute(f"SELECT count(*) {OURS}")
+        return int(count)
