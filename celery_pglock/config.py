@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery
@@ -12,7 +14,7 @@ from celery.exceptions import ImproperlyConfigured
 
 from .locks.settings import Settings
 
-__all__ = ["fix_settings", "forget_settings", "settings_of"]
+__all__ = ["BeatSettings", "beat_settings_of", "fix_settings", "forget_settings", "ledger_of", "settings_of"]
 
 ENVIRONMENT = "CELERY_PGLOCK_DATABASE_URL"
 
@@ -63,6 +65,34 @@ def read_settings(app: Celery, url: str | None = None) -> Settings | None:
         loss_timeout=seconds(app, "pglock_loss_timeout", 10.0, least=3.0),
         freeze_timeout=seconds_or_none(app, "pglock_freeze_timeout", least=3.0),
     )
+
+
+@dataclass(frozen=True)
+class BeatSettings:
+    """How several beats share one schedule."""
+
+    scheduler: Any
+    name: str
+    poll: float
+    ledger: str | None
+
+
+def beat_settings_of(app: Celery) -> BeatSettings:
+    """Return the ``pglock_beat_*`` settings. Raises `ImproperlyConfigured`."""
+    return BeatSettings(
+        # By its path, or the class itself.
+        scheduler=app.conf.get("pglock_beat_scheduler", "celery.beat:PersistentScheduler"),
+        name=text(app, "pglock_beat_name", "beat"),
+        poll=seconds(app, "pglock_beat_poll", 1.0, least=0.1),
+        ledger=ledger_of(app),
+    )
+
+
+def ledger_of(app: Celery) -> str | None:
+    """Return the table that tells which slots of a schedule were sent, if there is one."""
+    if app.conf.get("pglock_beat_ledger") is None:
+        return None
+    return text(app, "pglock_beat_ledger", "celery_pglock_beat")
 
 
 def flag(app: Celery, setting: str, *, default: bool) -> bool:

@@ -25,6 +25,10 @@ HEADER = "pglock"
 CONTENT_TYPE_HEADER = "pglock_content_type"
 
 
+#: The header in which a beat says which slot of its schedule a message is.
+SLOT_HEADER = "pglock_slot"
+
+
 @dataclass(frozen=True)
 class Attempts:
     """The tries of one execution that did not reach the body. Travels in the message, in wall-clock time."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -97,6 +97,16 @@ class Execution:
             return None
         parts = (request.id, request.retries, self.attempts.conflicts, request.replaced_task_nesting)
         return Hold(id_of(f"<execution>:{namespace}:{':'.join(map(str, parts))}"), label="this execution")
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Run under the hold of an outer execution."""
+        outer = _executions.get()
+        _executions.set((*outer, self))
+        try:
+            yield
+        finally:
+            _executions.set(outer)
 
     def __enter__(self) -> None:
         _executions.set((*_executions.get(), self))

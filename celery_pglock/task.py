@@ -99,7 +99,8 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
             return self._body(*args, **kwargs)
         execution = Execution(self, options, settings, args, kwargs)
         if execution.has_the_hold_already:
-            return self._body(*args, **kwargs)
+            with execution.under_way():
+                return self._body(*args, **kwargs)
         try:
             with execution:
                 asked = execution.acquire()

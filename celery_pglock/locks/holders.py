@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from .keys import LockId
 
-__all__ = ["holder_query", "id_from_pg_locks", "matches"]
+__all__ = ["holder_query", "id_from_pg_locks", "matches", "statement_query"]
 
 HOLDER = """
-    (SELECT format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' || client_addr)
+    (SELECT {}
      FROM pg_locks JOIN pg_stat_activity USING (pid)
      WHERE granted AND {}
      LIMIT 1)
 """
+
+IN_WORDS = "format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' || client_addr)"
 
 #: Locks of other databases are shown too, and are none of ours.
 MATCHES = """
@@ -25,7 +27,12 @@ MATCHES = """
 
 def holder_query(id: LockId) -> str:
     """A column that tells in words which session holds an id, NULL if none does."""
-    return HOLDER.format(matches(id))
+    return HOLDER.format(IN_WORDS, matches(id))
+
+
+def statement_query(id: LockId) -> str:
+    """A column with the last statement of the session that holds an id, NULL if none does."""
+    return HOLDER.format("query", matches(id))
 
 
 def matches(id: LockId) -> str:

@@ -25,7 +25,19 @@ from .hold import Hold
 from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .owner import Owner
-from .requests import Acquire, Answer, FindHolder, NextToken, Ping, Release, Request, batches, refuse
+from .requests import (
+    Acquire,
+    Answer,
+    FindHolder,
+    FindStatement,
+    NextToken,
+    Ping,
+    Release,
+    Request,
+    Statement,
+    batches,
+    refuse,
+)
 from .server import OnStandby, SessionBroken
 from .session import Session
 from .settings import Settings
@@ -44,10 +56,15 @@ WAIT_FOR_OURSELVES = 0.05
 class Keeper:
     """Acquires and releases holds on one session of this process."""
 
-    def __init__(self, settings: Settings, *, shared: bool = True) -> None:
-        """With ``shared`` False the keeper serves one asker alone, who talks to the session himself."""
+    def __init__(self, settings: Settings, *, shared: bool = True, pings: bool = True) -> None:
+        """With ``shared`` False the keeper serves one asker alone, who talks to the session himself.
+
+        With ``pings`` False nobody but the asker gives the server a sign of life: where he hangs, it ends
+        the session after ``freeze_timeout``.
+        """
         self._settings = settings
         self._shared = shared
+        self._pings = pings
         self._session: Session | None = None
         #: One statement at a time.
         self._statement = threading.Lock()
@@ -120,9 +137,22 @@ class Keeper:
         if hold.status is hold.Status.HELD:
             self._ask(Release(hold))
 
-    def ping(self) -> None:
-        """Ask the server for a sign of life: afterwards what is lost is known to be."""
-        self._ask(Ping())
+    def ping(self, note: str = "") -> None:
+        """Ask the server for a sign of life: afterwards what is lost is known to be.
+
+        A note is shown to whoever asks what the holder said last.
+        """
+        self._ask(Ping(note))
+
+    def campaign(self, hold: Hold) -> tuple[Acquire, FindHolder, FindStatement]:
+        """Try to acquire a hold, and ask with the same statement who has it and what he said last."""
+        asked = Acquire(hold), FindHolder(hold.id), FindStatement(hold.id)
+        self._answer(asked)
+        return asked
+
+    def run(self, statement: Statement) -> None:
+        """Run a statement that is no question about locks."""
+        self._ask(statement)
 
     def release_soon(self, hold: Hold) -> None:
         """Release a hold without waiting: a fraction of a second later at the latest."""
@@ -223,7 +253,9 @@ class Keeper:
                 refuse([request], LockUnavailable("the connection broke while the lock was asked for"))
 
     def _perform(self, requests: Sequence[Request]) -> None:
-        if self._session is None and not any(isinstance(request, Acquire) for request in requests):
+        if self._session is None and not any(
+            isinstance(request, (Acquire, Statement)) for request in requests
+        ):
             return
         try:
             session = self._usable_session() or self._open_session()
@@ -311,7 +343,7 @@ class Keeper:
         if session.remote:
             self._look_for_silence(session)
             bounds += [self._settings.loss_timeout] if session.holds_something else []
-        if bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for:
+        if self._pings and bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for:
             self._owner.post(Ping())
         pauses = [bound / 12 for bound in bounds]
         return [*pauses, self._settings.loss_timeout / 3] if session.remote else pauses
@@ -334,6 +366,8 @@ def perform(session: Session, requests: Sequence[Request]) -> None:
     """Put a batch to a session."""
     if len(requests) == 1 and isinstance(requests[0], Acquire) and requests[0].wait != 0:
         session.stand_in_queue(requests[0])
+    elif isinstance(requests[0], Statement):
+        session.run(requests[0])
     else:
         session.perform(requests)
 

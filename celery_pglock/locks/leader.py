@@ -16,13 +16,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .errors import LockError
 from .hold import Hold
 from .keeper import Keeper
-from .requests import Answer
+from .requests import Answer, Statement
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -42,12 +43,23 @@ WARN_EVERY = 60.0
 class Candidate:
     """Campaigns for one lock on a session of its own. Whoever uses it says when."""
 
-    def __init__(self, settings: Settings | None, hold: Callable[[], Hold]) -> None:
-        """``hold`` makes one for each term. Without settings locks are disabled, and everybody leads."""
-        self._keeper = Keeper(settings, shared=False) if settings is not None else None
+    def __init__(self, settings: Settings | None, hold: Callable[[], Hold], *, pings: bool = True) -> None:
+        """``hold`` makes one for each term. Without settings locks are disabled, and everybody leads.
+
+        With ``pings`` False a leader that does not `confirm` within ``freeze_timeout`` leads no longer.
+        """
+        self._keeper = Keeper(settings, shared=False, pings=pings) if settings is not None else None
         self._new_hold = hold
         self.term: Hold | None = None
+        #: Who leads instead, in words, and the last statement of his session with its note.
+        self.rival: str | None = None
+        self.rival_says: str | None = None
         self._warned_at: float | None = None
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there is a lock at all, or locks are disabled."""
+        return self._keeper is not None
 
     @property
     def leads(self) -> bool:
@@ -61,18 +73,34 @@ class Candidate:
             hold._granted(slot=0)
             self.term = hold
             return True
-        asked = self._keeper.acquire(hold)
+        asked, holder, statement = self._keeper.campaign(hold)
         if asked.answer is Answer.GRANTED:
             self.term = hold
-        elif asked.error is not None:
-            self._warn(asked.error)
+        else:
+            self.rival, self.rival_says = holder.holder, statement.statement
+        if asked.error is not None:
+            self.warn(asked.error)
         return self.leads
 
-    def confirm(self) -> bool:
-        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads."""
+    def confirm(self, note: str = "") -> bool:
+        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads.
+
+        A note is what the others read as `rival_says`.
+        """
         if self.leads and self._keeper is not None:
-            self._keeper.ping()
+            self._keeper.ping(note)
         return self.leads
+
+    def run(self, statement: Statement) -> None:
+        """Run a statement on the session of the lock: what succeeds there proves that it still leads."""
+        if self._keeper is not None:
+            self._keeper.run(statement)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """What a piece of work runs in that is stopped by `LockLost` if the lock is lost meanwhile."""
+        if self._keeper is None or self.term is None:
+            return nullcontext()
+        return self._keeper.interrupt_for(self.term)
 
     def resign(self) -> None:
         """Give the lock back, so that another can lead at once."""
@@ -90,7 +118,8 @@ class Candidate:
         """Tell in words who leads, None if nobody does or nobody could be asked."""
         return None if self._keeper is None else self._keeper.holder_of(self._new_hold().id)
 
-    def _warn(self, error: LockError) -> None:
+    def warn(self, error: LockError) -> None:
+        """Log why nobody can lead, once and then at most once a minute."""
         if self._warned_at is None or time.monotonic() - self._warned_at >= WARN_EVERY:
             self._warned_at = time.monotonic()
             logger.warning("nobody is asked to lead: %s", error)

@@ -6,11 +6,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import psycopg
+
 from .errors import LockError
 from .hold import Hold
 from .keys import LockId
 
-__all__ = ["Acquire", "Answer", "FindHolder", "NextToken", "Ping", "Release", "Request", "batches", "refuse"]
+__all__ = [
+    "Acquire",
+    "Answer",
+    "FindHolder",
+    "FindStatement",
+    "NextToken",
+    "Ping",
+    "Release",
+    "Request",
+    "Statement",
+    "batches",
+    "refuse",
+]
 
 
 class Answer(Enum):
@@ -56,6 +70,14 @@ class FindHolder:
 
 
 @dataclass(eq=False)
+class FindStatement:
+    """Ask for the last statement of who holds an id: with the note of its last `Ping`."""
+
+    id: LockId
+    statement: str | None = None
+
+
+@dataclass(eq=False)
 class NextToken:
     """Ask for a number that is greater than every one before, in the whole cluster."""
 
@@ -66,8 +88,20 @@ class NextToken:
 class Ping:
     """Ask for a sign of life. Owed unlocks ride along."""
 
+    #: A comment of the statement, for whoever reads ``pg_stat_activity``.
+    note: str = ""
 
-Request = Acquire | Release | FindHolder | NextToken | Ping
+
+@dataclass(eq=False)
+class Statement:
+    """Run a statement that is no question about locks. Neither rows nor an error: it was not answered."""
+
+    text: str
+    rows: list[list[bytes | None]] | None = None
+    error: psycopg.Error | None = None
+
+
+Request = Acquire | Release | FindHolder | FindStatement | NextToken | Ping | Statement
 
 
 def batches(requests: Sequence[Request]) -> Iterator[list[Request]]:
@@ -78,6 +112,12 @@ def batches(requests: Sequence[Request]) -> Iterator[list[Request]]:
     batch: list[Request] = []
     names: set[LockId] = set()
     for request in requests:
+        if isinstance(request, Statement):
+            if batch:
+                yield batch
+            yield [request]
+            batch, names = [], set()
+            continue
         asked = names_in(request)
         if names & asked:
             yield batch

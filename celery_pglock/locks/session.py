@@ -21,9 +21,19 @@ import psycopg
 
 from .errors import LockSetupError
 from .hold import Hold
-from .holders import holder_query, id_from_pg_locks
+from .holders import holder_query, id_from_pg_locks, statement_query
 from .keys import LockId
-from .requests import Acquire, Answer, FindHolder, NextToken, Release, Request
+from .requests import (
+    Acquire,
+    Answer,
+    FindHolder,
+    FindStatement,
+    NextToken,
+    Ping,
+    Release,
+    Request,
+    Statement,
+)
 from .server import (
     WHO_AM_I,
     Connection,
@@ -172,6 +182,17 @@ class Session:
             self.close(str(exc))
             raise
 
+    def run(self, request: Statement) -> None:
+        """Run a statement of its own; its error is its asker's. Raises `SessionBroken`."""
+        try:
+            request.rows = self._query(request.text)
+        except psycopg.Error as exc:
+            self._sent_at = None
+            if is_broken(self._connection, exc):
+                self.close(reason_of(exc))
+                raise SessionBroken(reason_of(exc)) from exc
+            request.error = exc
+
     def give_up(self, reason: str) -> None:
         """Count all that is held as lost, and leave the connection as it is for now.
 
@@ -210,7 +231,10 @@ class Session:
             return self._plan_finding(request)
         if isinstance(request, NextToken):
             return self._plan_token(request)
-        return "true", ignore
+        if isinstance(request, FindStatement):
+            return self._plan_finding_statement(request)
+        note = request.note if isinstance(request, Ping) else ""
+        return f"true /* {note} */" if note else "true", ignore
 
     def _plan_release(self, hold: Hold) -> Column | None:
         if not self._take_out(hold):
@@ -295,6 +319,12 @@ class Session:
             request.holder = None if holder is None else holder.decode(errors="replace")
 
         return holder_query(request.id), settle
+
+    def _plan_finding_statement(self, request: FindStatement) -> Column:
+        def settle(statement: bytes | None) -> None:
+            request.statement = None if statement is None else statement.decode(errors="replace")
+
+        return statement_query(request.id), settle
 
     def _plan_token(self, request: NextToken) -> Column:
         def settle(token: bytes | None) -> None:

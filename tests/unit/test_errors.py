@@ -10,6 +10,7 @@ from celery import Celery
 
 import celery_pglock
 from celery_pglock import (
+    LockDeadlock,
     LockError,
     LockKeyError,
     LockLost,
@@ -25,6 +26,7 @@ ERRORS = [
     LockLost("celery:shop.train:42"),
     LockLost("celery:shop.train:42", "the server ended its session"),
     LockUnavailable("connection refused"),
+    LockDeadlock("deadlock detected"),
     LockSetupError("pglock_database_url leads to a standby"),
 ]
 

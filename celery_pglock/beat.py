@@ -1,0 +1,224 @@
+"""One beat of many: ``celery -A proj beat -S pglock``, as often as you like.
+
+A beat follows until it gets the lock of its schedule, then it leads until the lock is lost or it stops::
+
+    FOLLOWER ──granted──▶ LEADER ──lost──▶ FOLLOWER
+                             └──SIGTERM──▶ (handed over at once)
+
+Facts that shaped it:
+
+- Celery's service asks a scheduler for little: ``tick()``, ``max_interval``, ``should_sync()``,
+  ``_do_sync()``, ``close()``, ``info``. So the schedule itself is kept by a scheduler of any class inside of
+  this one. It is built when a term begins and dropped when it ends: a follower has none, and so no file and
+  no table to write to.
+- A follower must know what the leader has sent when it takes over. The leader says it in a comment of each
+  statement on its session (``sent until ...``), and PostgreSQL shows a session's last statement to
+  everybody of its role. A dead session's is gone: a follower knows what it read at its last poll.
+- The server ends a session that is silent for `WEDGED_AFTER` seconds, and only `ElectedScheduler.tick` speaks
+  on the leader's. So a frozen process loses its lock, and so does one whose publishing hangs.
+- A signal handler that closes the scheduler may run inside of a tick. It does nothing there: the SystemExit
+  that follows unwinds the tick, and the service closes the scheduler again.
+
+Guaranteed: no entry is sent without a lock that PostgreSQL confirmed just before; what falls due is sent at
+least once, whoever dies; with a ledger it is sent once, except that a leader who dies between the broker's
+answer and its own next statement leaves a slot that is sent again, with the same `pglock_slot`, which locked
+tasks run once.
+
+Not guaranteed: without a ledger, what fell due since a follower's last poll may be sent twice, and what all
+beats slept through is known only as far as the inner scheduler stores it. A message that the broker refused
+is logged and dropped, as by every beat.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from celery import Celery
+from celery.beat import Scheduler
+from celery.utils.imports import symbol_by_name
+
+from .advisory import new_hold
+from .config import beat_settings_of, settings_of
+from .locks.errors import LockError
+from .locks.leader import WARN_EVERY, Candidate
+from .locks.ledger import Ledger
+from .locks.settings import Settings
+from .term import Term, utcnow
+
+__all__ = ["ElectedScheduler"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds after which a leader that is frozen, or hangs, has lost its lock.
+WEDGED_AFTER = 10.0
+
+#: What a leader says in the comments of its statements.
+SENT_UNTIL = re.compile(r"sent until (\S+)")
+
+
+class ElectedScheduler:
+    """A scheduler that sends while it leads, and follows while another does."""
+
+    def __init__(
+        self,
+        app: Celery,
+        schedule_filename: str | None = None,
+        max_interval: float | None = None,
+        lazy: bool = False,  # noqa: ARG002 - Celery's word for the one that its banner asks
+        **options: Any,
+    ) -> None:
+        """Read the settings. Nothing is connected and nothing built before the first tick."""
+        self.app = app
+        self._settings = beat_settings_of(app)
+        self._inner_class: type[Scheduler] = symbol_by_name(self._settings.scheduler)
+        self._options = {"schedule_filename": schedule_filename, "max_interval": max_interval, **options}
+        self.max_interval = min(max_interval or self._settings.poll, self._settings.poll)
+        settings = settings_of(app)
+        self.lock = new_hold(settings, self._settings.name).label
+        self._candidate = Candidate(
+            with_freeze_timeout(settings), lambda: new_hold(settings, self._settings.name), pings=False
+        )
+        self._term: Term | None = None
+        #: All that fell due up to here was sent, by this beat or by the leader it follows.
+        self._sent_until: datetime | None = None
+        self._follows: str | None = None
+        self._ticks = self._closed = False
+        self._failed_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<ElectedScheduler {self.lock!r} [{'leads' if self._term else 'follows'}]>"
+
+    @property
+    def info(self) -> str:
+        """What Celery's banner says of the scheduler."""
+        return f"    . lock -> {self.lock}\n    . of -> {self._settings.scheduler}"
+
+    @property
+    def schedule(self) -> Mapping[str, Any]:
+        """The entries, as far as this beat leads."""
+        return self._term.inner.schedule if self._term is not None else {}
+
+    def tick(self) -> float:
+        """Send what is due if this beat leads, and return the seconds until it wants to be asked again."""
+        self._ticks = True
+        try:
+            if self._term is None and not self._campaign():
+                return self.max_interval
+            return self._lead()
+        finally:
+            self._ticks = False
+
+    def should_sync(self) -> bool:
+        """Whether the inner scheduler wants to write down what it knows."""
+        return self._term is not None and self._candidate.leads and bool(self._term.inner.should_sync())
+
+    def _do_sync(self) -> None:
+        if self._term is not None:
+            self._term.inner._do_sync()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Hand over at once. Does nothing inside of a tick, whose end closes again."""
+        if self._ticks or self._closed:
+            return
+        self._closed = True
+        term, self._term = self._term, None
+        try:
+            if term is not None:
+                term.end(still_leads=self._candidate.leads)
+        finally:
+            self._candidate.close()
+
+    def _campaign(self) -> bool:
+        """Ask for the lock, and take over if it is granted."""
+        if not self._candidate.campaign():
+            self._follow()
+            return False
+        self._follows = None
+        # From now on the others read what this term has sent: nothing yet.
+        self._candidate.confirm(said(self._sent_until))
+        try:
+            ledger = self._open_ledger()
+            self._term = Term(self._build(), self._candidate, ledger, self._sent_until, self.max_interval)
+        except LockError as exc:
+            self._candidate.warn(exc)
+            self._candidate.resign()
+            return False
+        except Exception as exc:  # noqa: BLE001 - a schedule in a database that restarts: another may have more luck
+            self._stand_down("its scheduler could not be built", exc)
+            return False
+        logger.info("this beat leads: lock %r", self.lock)
+        return True
+
+    def _build(self) -> Scheduler:
+        inner = self._inner_class(app=self.app, **self._options)
+        # What a leader knows must outlive it.
+        inner.sync_every_tasks = inner.sync_every_tasks or 1
+        return inner
+
+    def _open_ledger(self) -> Ledger | None:
+        if self._settings.ledger is None or not self._candidate.is_real:
+            return None
+        ledger = Ledger(self._settings.ledger, self.lock, self._candidate.run)
+        ledger.create()
+        return ledger
+
+    def _follow(self) -> None:
+        """Take down what the leader says, and log who it is, once."""
+        rival, says = self._candidate.rival, self._candidate.rival_says
+        if rival is None:
+            return
+        if rival != self._follows:
+            self._follows = rival
+            logger.info("this beat follows: %s leads", rival)
+        sent_until = SENT_UNTIL.search(says or "")
+        if sent_until is not None:
+            self._sent_until = datetime.fromisoformat(sent_until[1])
+        elif not says or says.startswith("<"):
+            # PostgreSQL hides the statements of other roles, or is told not to keep them.
+            self._sent_until = utcnow()
+
+    def _lead(self) -> float:
+        term = self._term
+        assert term is not None
+        began = utcnow()
+        try:
+            wait = term.tick()
+        except Exception as exc:  # noqa: BLE001 - whatever the inner scheduler may raise: the lock must not stay here
+            self._stand_down("its scheduler failed", exc)
+            return self.max_interval
+        if wait > 0:
+            if not term.behind:
+                self._sent_until = began
+            self._candidate.confirm(said(self._sent_until))
+        if not self._candidate.leads:
+            self._stand_down("its lock was lost")
+            return self.max_interval
+        return min(wait, self.max_interval)
+
+    def _stand_down(self, reason: str, error: Exception | None = None) -> None:
+        """End the term, and write nothing: the inner scheduler's file and tables may be another's by now."""
+        term, self._term = self._term, None
+        if term is not None:
+            term.end(still_leads=False)
+        self._candidate.resign()
+        if error is None:
+            logger.warning("this beat leads no longer: %s", reason)
+        elif self._failed_at is None or time.monotonic() - self._failed_at >= WARN_EVERY:
+            self._failed_at = time.monotonic()
+            logger.error("this beat leads no longer: %s", reason, exc_info=error)
+
+
+def with_freeze_timeout(settings: Settings | None) -> Settings | None:
+    if settings is None:
+        return None
+    return replace(settings, freeze_timeout=min(settings.freeze_timeout or WEDGED_AFTER, WEDGED_AFTER))
+
+
+def said(sent_until: datetime | None) -> str:
+    return "" if sent_until is None else f"sent until {sent_until.isoformat()}"

@@ -1,0 +1,136 @@
+"""The ledger of a beat: which slots of its schedule were sent, and which message of each has run.
+
+A row is one slot, ``(schedule, entry, due)``. The leader writes it before it sends, on the connection that
+holds its lock: a statement that succeeds there proves that it leads. It marks the row when the message is
+out; a row that is not marked belongs to a leader who died in between, and its successor sends it again. The
+first message of a slot that reaches a worker puts its id into the row, and every other one is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+
+import psycopg
+from psycopg import sql
+
+from .errors import LockSetupError, LockUnavailable
+from .requests import Statement
+from .server import reason_of
+
+__all__ = ["Ledger"]
+
+CREATE = """
+CREATE TABLE IF NOT EXISTS {table} (
+    schedule text NOT NULL,
+    entry text NOT NULL,
+    due timestamptz NOT NULL,
+    sent_at timestamptz,
+    task_id text,
+    PRIMARY KEY (schedule, entry, due)
+)
+"""
+
+EXISTS = "SELECT to_regclass({name}) IS NOT NULL"
+
+CLAIM = """
+INSERT INTO {table} (schedule, entry, due) VALUES ({schedule}, {entry}, {due})
+ON CONFLICT (schedule, entry, due) DO UPDATE SET due = excluded.due WHERE {table}.sent_at IS NULL
+RETURNING true
+"""
+
+RECORD = """
+UPDATE {table} SET sent_at = clock_timestamp()
+WHERE (schedule, entry, due) = ({schedule}, {entry}, {due})
+"""
+
+#: In UTC whatever the session's time zone.
+LAST = """
+SELECT entry, to_char(max(due) AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')
+FROM {table} WHERE schedule = {schedule} AND sent_at IS NOT NULL GROUP BY entry
+"""
+
+RUN = """
+INSERT INTO {table} (schedule, entry, due, task_id) VALUES ({schedule}, {entry}, {due}, {task_id})
+ON CONFLICT (schedule, entry, due) DO UPDATE SET task_id = excluded.task_id
+WHERE coalesce({table}.task_id, excluded.task_id) = excluded.task_id
+RETURNING true
+"""
+
+#: The last slot of an entry stays, however old: it tells when the next one is due.
+CLEAN = """
+DELETE FROM {table} AS old
+WHERE schedule = {schedule} AND due < clock_timestamp() - interval '1 day'
+  AND (entry <> ALL (ARRAY[{entries}]::text[])
+       OR due < (SELECT max(due) FROM {table} AS late
+                 WHERE late.schedule = old.schedule AND late.entry = old.entry AND sent_at IS NOT NULL))
+"""
+
+
+class Ledger:
+    """The rows of one schedule. Each method raises `LockUnavailable` or `LockSetupError`."""
+
+    def __init__(self, table: str, schedule: str, perform: Callable[[Statement], object]) -> None:
+        self._table = table
+        self.schedule = schedule
+        self._perform = perform
+
+    def create(self) -> None:
+        """Create the table where it is missing, as far as the role may."""
+        ((exists,),) = self._ask(EXISTS, name=as_sql(self._table))
+        if exists != b"t":
+            self._ask(CREATE)
+
+    def last(self) -> dict[str, datetime]:
+        """Return the last slot of each entry that was sent."""
+        return {text(entry): moment(text(due)) for entry, due in self._ask(LAST)}
+
+    def claim(self, entry: str, due: datetime) -> bool:
+        """Tell whether a slot is still to be sent, and write down that it is about to be."""
+        return bool(self._ask(CLAIM, entry=as_sql(entry), due=as_sql(due)))
+
+    def record(self, entry: str, due: datetime) -> None:
+        """Write down that a slot was sent."""
+        self._ask(RECORD, entry=as_sql(entry), due=as_sql(due))
+
+    def run(self, entry: str, due: str, task_id: str) -> bool:
+        """Tell whether the message with this id is the one that runs its slot: the first that asks."""
+        return bool(self._ask(RUN, entry=as_sql(entry), due=as_sql(due), task_id=as_sql(task_id)))
+
+    def clean(self, entries: Iterable[str]) -> None:
+        """Delete what is older than a day, but for the last slot of each of these entries."""
+        self._ask(CLEAN, entries=", ".join(as_sql(entry) for entry in entries))
+
+    def _ask(self, template: str, **values: str) -> list[list[bytes | None]]:
+        table = sql.Identifier(*self._table.split(".")).as_string(None)
+        asked = Statement(template.format(table=table, schedule=as_sql(self.schedule), **values))
+        self._perform(asked)
+        if asked.error is not None:
+            raise self._refusal(asked.error)
+        if asked.rows is None:
+            raise LockUnavailable("no answer")
+        return asked.rows
+
+    def _refusal(self, error: psycopg.Error) -> LockUnavailable | LockSetupError:
+        """What can't pass by itself (no table and no right to make it), and what may."""
+        if error.sqlstate is None or not error.sqlstate.startswith("42"):
+            return LockUnavailable(f"the ledger of the beats could not be asked: {reason_of(error)}")
+        create = " ".join(CREATE.format(table=self._table).split())
+        return LockSetupError(
+            f"the ledger of pglock_beat_ledger can't be used: {reason_of(error)}. Let somebody who may run:"
+            f" {create}; GRANT SELECT, INSERT, UPDATE, DELETE ON {self._table} TO <the role of the beats>;"
+        )
+
+
+def as_sql(value: str | datetime) -> str:
+    """Quote a value: statements hold no parameters, see `sql`."""
+    text = value if isinstance(value, str) else value.isoformat()
+    return sql.Literal(text).as_string(None)
+
+
+def text(value: bytes | None) -> str:
+    return (value or b"").decode()
+
+
+def moment(written: str) -> datetime:
+    return datetime.fromisoformat(written).replace(tzinfo=timezone.utc)

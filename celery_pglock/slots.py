@@ -1,0 +1,74 @@
+"""When the entries of a schedule fall due: their slots. Pure functions of a schedule and a moment.
+
+A slot is a moment that every beat works out alike, on whichever machine it leads:
+
+- An interval's slots are the multiples of its length since 1970 in UTC. A plain beat counts from its own
+  start instead, which its successor does not know.
+- A crontab's, and those of every other schedule, are what ``remaining_estimate`` says, asked as if it were
+  the moment of the slot before.
+"""
+
+from __future__ import annotations
+
+import copy
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from celery.schedules import schedule
+
+__all__ = ["floor", "following", "pending"]
+
+#: After a gap each slot of so long a time is sent, and of what fell due before that the last one alone.
+CATCH_UP = timedelta(seconds=60)
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+def pending(plan: Any, after: datetime, now: datetime) -> datetime | None:
+    """Return the slot that is to be sent next, given that all up to ``after`` were.
+
+    It lies in the future where nothing is due; None where nothing ever will be.
+    """
+    window = CATCH_UP
+    while after < now - window and is_later(following(plan, now - window), now):
+        window *= 2
+    slot = following(plan, max(after, now - window))
+    if window == CATCH_UP:
+        return slot
+    while slot is not None and not is_later(next_slot := following(plan, slot), now):
+        slot = next_slot
+    return slot
+
+
+def following(plan: Any, moment: datetime) -> datetime | None:
+    """Return the first slot after a moment, None where there is none."""
+    if is_interval(plan):
+        beyond: datetime = floor(plan, moment) + plan.run_every
+        return beyond
+    asked = copy.copy(plan)
+    local = moment.astimezone(plan.tz)
+    asked.nowfun = lambda: local
+    slot: datetime = moment + asked.remaining_estimate(local)
+    return slot if slot > moment else None
+
+
+def floor(plan: Any, moment: datetime) -> datetime:
+    """Return an interval's last slot up to a moment; of every other schedule the moment itself."""
+    if not is_interval(plan):
+        return moment
+    past: timedelta = (moment - EPOCH) % plan.run_every
+    return moment - past
+
+
+def is_interval(plan: Any) -> bool:
+    """Whether a schedule is Celery's plain interval, and no class of the user's with rules of its own."""
+    return (
+        isinstance(plan, schedule)
+        and type(plan).is_due is schedule.is_due
+        and not plan.relative
+        and plan.seconds > 0
+    )
+
+
+def is_later(slot: datetime | None, now: datetime) -> bool:
+    return slot is None or slot > now

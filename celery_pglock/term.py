@@ -1,0 +1,211 @@
+"""One term of a beat's leadership: a scheduler built for it, each send of which is asked for first.
+
+Every scheduler asks ``is_due()``, ``reserve()`` and ``apply_async()`` of itself. A term puts itself in front
+of these three, and of nothing else:
+
+- ``is_due``: an entry is due if it says so, and PostgreSQL that this beat still leads, and the ledger that
+  its slot was not sent.
+- ``reserve``: it goes on after its slot, and not after now. So it does not drift, and what was late is sent
+  slot by slot.
+- ``apply_async``: the message says which slot it is, and is not published any more when the lock is lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import shelve
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+from celery.beat import Scheduler
+from celery.schedules import schedstate
+from celery.utils.time import maybe_make_aware
+
+from . import slots
+from .delivery import SLOT_HEADER
+from .locks.errors import LockError, LockLost
+from .locks.leader import Candidate
+from .locks.ledger import Ledger
+
+__all__ = ["Term", "utcnow"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two cleanings of the ledger.
+CLEAN_EVERY = 3600.0
+
+
+class Term:
+    """One term of leadership: an inner scheduler, each send of which is asked for first."""
+
+    def __init__(
+        self,
+        inner: Scheduler,
+        candidate: Candidate,
+        ledger: Ledger | None,
+        sent_until: datetime | None,
+        poll: float,
+    ) -> None:
+        self.inner = inner
+        #: Whether something is due that could not be sent.
+        self.behind = False
+        self._candidate = candidate
+        self._ledger = ledger
+        self._poll = poll
+        #: The slot that each entry may send now, and the last one that it has.
+        self._granted: dict[str, datetime] = {}
+        self._sent: dict[str, datetime] = {}
+        self._clean_at = 0.0
+        self._its_is_due, self._its_reserve = inner.is_due, inner.reserve
+        self._its_apply_async = inner.apply_async
+        vars(inner).update(is_due=self._is_due, reserve=self._reserve, apply_async=self._apply_async)
+        self._take_up(sent_until)
+
+    def tick(self) -> float:
+        """Let the inner scheduler send what is due."""
+        self.behind = False
+        if self._ledger is not None and time.monotonic() >= self._clean_at:
+            self._clean_at = time.monotonic() + CLEAN_EVERY
+            self._ledger.clean(self.inner.schedule)
+        wait = self.inner.tick()
+        return self._poll if wait is None else float(wait)
+
+    def end(self, *, still_leads: bool) -> None:
+        """Let the inner scheduler write down what it knows, if that is still its to write."""
+        if still_leads:
+            self.inner.close()
+        else:
+            abandon(self.inner)
+
+    def _take_up(self, sent_until: datetime | None) -> None:
+        """Let each entry go on after the last slot that was sent."""
+        recorded = self._ledger.last() if self._ledger is not None else {}
+        built_at = utcnow()
+        entries: dict[str, Any] = dict(self.inner.schedule)
+        for name, entry in entries.items():
+            last = as_utc(entry.last_run_at)
+            if name in recorded:
+                last = recorded[name]
+            elif sent_until is not None:
+                # An entry that has never run says that it ran when it was built.
+                is_stored = (built_at - last).total_seconds() > self._poll
+                last = max(last, sent_until) if is_stored else sent_until
+            self._go_on_after(entry, slots.floor(entry.schedule, last))
+
+    def _go_on_after(self, entry: Any, slot: datetime) -> None:
+        self._sent[entry.name] = slot
+        entry.last_run_at = slot
+        model = getattr(entry, "model", None)
+        if model is not None:
+            # What django-celery-beat stores.
+            model.last_run_at = slot
+
+    # What the inner scheduler asks of itself.
+
+    def _is_due(self, entry: Any) -> schedstate:
+        """Whether an entry is due by its own rules, and this beat may send it."""
+        due, wait = self._its_is_due(entry)
+        if not due:
+            return schedstate(due, wait)
+        now = utcnow()
+        last = max(as_utc(entry.last_run_at), self._sent.get(entry.name, slots.EPOCH))
+        slot = slots.pending(entry.schedule, last, now) or now
+        if slot > now:
+            return schedstate(False, (slot - now).total_seconds())
+        after = slots.following(entry.schedule, slot)
+        wait = wait if after is None else max(0.0, (after - now).total_seconds())
+        try:
+            if self._was_sent(entry, slot):
+                self._go_on_after(entry, slot)
+                return schedstate(False, wait)
+        except LockError as exc:
+            self._candidate.warn(exc)
+            self.behind = True
+        if self.behind or not self._candidate.leads:
+            self.behind = True
+            return schedstate(False, self._poll)
+        self._granted[entry.name] = slot
+        return schedstate(True, wait)
+
+    def _was_sent(self, entry: Any, slot: datetime) -> bool:
+        """Ask PostgreSQL, and so whether this beat still leads."""
+        if self._ledger is None:
+            self._candidate.confirm()
+            return False
+        return not self._ledger.claim(entry.name, slot)
+
+    def _reserve(self, entry: Any) -> Any:
+        """Advance an entry: to its slot, not to now, or it would drift and leave out what was late."""
+        advanced = self._its_reserve(entry)
+        if entry.name in self._granted:
+            self._go_on_after(advanced, self._granted[entry.name])
+        return advanced
+
+    def _apply_async(self, entry: Any, producer: Any = None, advance: bool = True, **options: Any) -> Any:
+        """Publish an entry with its slot. The publishing is interrupted when the lock is lost."""
+        # A scheduler with a tick of its own may not have asked.
+        if entry.name not in self._granted and not self._is_due(entry).is_due:
+            return None
+        if advance:
+            self._reserve(entry)
+        slot = self._granted.pop(entry.name)
+        try:
+            with self._candidate.interruptible():
+                result = self._its_apply_async(
+                    with_slot(entry, slot, self._ledger), producer=producer, advance=False, **options
+                )
+        except LockLost:
+            logger.warning(
+                "entry %r: its publishing hung, and was stopped since the lock was lost", entry.name
+            )
+            return None
+        if self._ledger is not None:
+            self._record(self._ledger, entry.name, slot)
+        return result
+
+    def _record(self, ledger: Ledger, name: str, slot: datetime) -> None:
+        try:
+            ledger.record(name, slot)
+        except LockError as exc:
+            # The message is out. If the lock is gone with it, the next leader sends the slot again.
+            self._candidate.warn(exc)
+
+
+def with_slot(entry: Any, slot: datetime, ledger: Ledger | None) -> Any:
+    """An entry for one send, whose message says which slot it is. The scheduler's own stays as it is."""
+    sent = copy.copy(entry)
+    header = {"entry": entry.name, "due": slot.isoformat()}
+    if ledger is not None:
+        header["schedule"] = ledger.schedule
+    headers = {**(entry.options.get("headers") or {}), SLOT_HEADER: header}
+    sent.options = {**entry.options, "headers": headers}
+    return sent
+
+
+def abandon(inner: Scheduler) -> None:
+    """Drop a scheduler that must write nothing any more, neither now nor when its process ends.
+
+    What Celery's own writes on its way out lies in the cache of its shelf, what django-celery-beat's does
+    in a set of names.
+    """
+    store = getattr(inner, "_store", None)
+    if isinstance(store, shelve.Shelf):
+        store.cache.clear()  # type: ignore[attr-defined]
+        store.close()
+    dirty = getattr(inner, "_dirty", None)
+    if isinstance(dirty, set):
+        dirty.clear()
+    connection = vars(inner).pop("connection", None)
+    if connection is not None:
+        # Without a farewell, for which a broker that hangs would have to answer.
+        connection.collect()
+
+
+def as_utc(moment: datetime) -> datetime:
+    return maybe_make_aware(moment).astimezone(timezone.utc)
+
+
+def utcnow() -> datetime:
+    return datetime.now(timezone.utc)
