@@ -1,0 +1,41 @@
+"""The app of the tests' beats and of the workers that run what they send. Its settings come from the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from celery.beat import Scheduler
+
+from celery_pglock import AdvisoryLockedTask
+
+app = Celery("clock")
+app.conf.update(json.loads(os.environ["FLEET_CONF"]))
+
+if "FLEET_DJANGO" in os.environ:
+    import django
+    from django.conf import settings
+
+    settings.configure(**json.loads(os.environ["FLEET_DJANGO"]))
+    django.setup()
+
+
+class InMemory(Scheduler):
+    """A user's own scheduler: it says when it is built."""
+
+    def setup_schedule(self) -> None:
+        print(f"built in {os.getpid()}", flush=True)
+        super().setup_schedule()
+
+
+@app.task(base=AdvisoryLockedTask, bind=True, name="note", lock_key=[])
+def note(self: Any, seconds: float = 0.0) -> None:
+    """Write down the slot that runs."""
+    slot = (self.request.headers or {}).get("pglock_slot", {})
+    with Path(os.environ["FLEET_FOLDER"], "runs").open("a") as runs:
+        runs.write(f"{slot.get('entry')} {slot.get('due')} {self.request.id}\n")
+    time.sleep(seconds)

@@ -1,0 +1,173 @@
+"""Many beats, one sender: who leads, who takes over, and what is sent meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from faults.beats import Beat, Beats, counts, missing
+from faults.fleet import flush
+from localservers import Redis
+
+_databases = itertools.cycle(range(16))
+
+BeatsMaker = Callable[..., Beats]
+
+
+@pytest.fixture
+def make_beats(redis: Redis, dsn: str, tmp_path: Path) -> Iterator[BeatsMaker]:
+    made: list[Beats] = []
+
+    def make(**conf: Any) -> Beats:
+        broker = redis.url(next(_databases))
+        flush(broker)
+        made.append(Beats(tmp_path, conf.pop("broker", broker), conf.pop("dsn", dsn), **conf))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for beats in made:
+            beats.close()
+
+
+@pytest.fixture
+def beats(make_beats: BeatsMaker) -> Beats:
+    return make_beats()
+
+
+def end(observer: psycopg.Connection, beat: Beat) -> None:
+    """Let PostgreSQL end a beat's session."""
+    observer.execute(
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name LIKE %s",
+        [f"pglock % {beat.pid}"],
+    )
+
+
+def test_one_of_two_beats_sends(beats: Beats) -> None:
+    """Each slot of each entry once, and the other beat knows who leads and says so once."""
+    first = beats.start_leader()
+    second = beats.start_follower()
+    sends = beats.reader.wait(12, since=time.time())
+    assert set(counts(sends).values()) == {1}
+    assert not missing(sends)
+    assert second.text().count("this beat follows") == 1
+    assert f" {first.pid} (pid" in second.text()
+
+
+def test_two_plain_beats_send_twice(beats: Beats) -> None:
+    """The control: what Celery's own beat does."""
+    for _ in range(2):
+        beats.start(command=("beat",))
+    sends = beats.reader.wait(18)
+    assert len([send for send in sends if sends[0].arrived <= send.arrived < sends[0].arrived + 2]) >= 9
+
+
+def test_a_killed_leader_is_replaced_within_a_poll(beats: Beats) -> None:
+    first = beats.start_leader()
+    beats.start_follower()
+    beats.reader.wait(3)
+    first.kill()
+    killed = time.time()
+    sends = beats.reader.wait(9, since=killed)
+    assert sends[0].arrived - killed < 2.0
+    assert not missing(beats.reader.sends)
+    assert max(counts(beats.reader.sends).values()) <= 2
+
+
+def test_sigterm_hands_over_and_ends_with_0(beats: Beats) -> None:
+    first = beats.start_leader()
+    beats.start_follower(pglock_beat_poll=0.2)
+    beats.reader.wait(3)
+    asked = time.time()
+    assert first.stop() == 0
+    sends = beats.reader.wait(6, since=asked)
+    assert beats.leader() is beats.beats[1]
+    assert not missing(beats.reader.sends)
+    assert "Traceback" not in first.text()
+    assert max(counts(sends).values()) <= 2
+
+
+def test_a_leader_whose_session_ends_steps_down_and_campaigns_again(
+    beats: Beats, observer: psycopg.Connection
+) -> None:
+    first = beats.start_leader()
+    beats.reader.wait(3)
+    for _ in range(3):
+        lost = time.time()
+        end(observer, first)
+        beats.reader.wait(3, since=lost)
+        first.wait_leading()
+    assert not missing(beats.reader.sends)
+    assert set(counts(beats.reader.sends).values()) == {1}, "it knows itself what it has sent"
+    assert first._process.poll() is None
+    assert "Traceback" not in first.text()
+
+
+def test_a_follower_writes_no_file(beats: Beats) -> None:
+    beats.start_leader()
+    second = beats.start_follower()
+    beats.reader.wait(6)
+    assert not list(beats.folder.glob(f"{second.name}.schedule*"))
+
+
+def test_a_leader_that_lost_its_lock_writes_nothing_any_more(
+    beats: Beats, observer: psycopg.Connection
+) -> None:
+    """Neither when it steps down nor when it ends: the file may be its successor's by now."""
+    first = beats.start_leader(pglock_beat_poll=5)
+    beats.reader.wait(3)
+    end(observer, first)
+    with psycopg.connect(beats.dsn, autocommit=True) as rival:
+        rival.execute("SELECT pg_advisory_lock(%s)", [id_of_beat()])
+        first.wait_following()
+        before = {path: path.read_bytes() for path in beats.folder.glob(f"{first.name}.schedule*")}
+        assert first.stop() == 0
+    assert before
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def id_of_beat() -> int:
+    from celery_pglock.locks.keys import id_of
+
+    return id_of("celery:beat")[0]
+
+
+def test_nothing_is_sent_while_postgresql_can_not_be_asked(make_beats: BeatsMaker, own_postgres: Any) -> None:
+    """It waits, says why once, and begins when the server is back."""
+    own_postgres.stop()
+    beats = make_beats(dsn=own_postgres.url())
+    beat = beats.start()
+    beats.wait_logged(beat, "nobody is asked to lead")
+    time.sleep(2.5)
+    assert not beats.reader.sends
+    assert beat.text().count("nobody is asked to lead") == 1
+    own_postgres.start()
+    beats.reader.wait(3)
+    own_postgres.restart()
+    beats.reader.wait(6, since=time.time())
+    assert beat._process.poll() is None
+
+
+def test_a_frozen_leader_loses_its_lock(beats: Beats) -> None:
+    """And sends nothing of what another has sent when it wakes."""
+    first = beats.start_leader()
+    beats.start_follower()
+    beats.reader.wait(3)
+    os.kill(first.pid, signal.SIGSTOP)
+    frozen = time.time()
+    beats.leader_besides(first, timeout=15)
+    beats.reader.wait(6, since=frozen + 10)
+    assert not missing(beats.reader.sends)
+    os.kill(first.pid, signal.SIGCONT)
+    beats.reader.wait(6, since=time.time())
+    assert not first.leads()
+    assert max(counts(beats.reader.sends).values()) <= 2
