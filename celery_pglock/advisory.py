@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -42,9 +43,11 @@ def advisory_lock(
     """
     check_options(mode, limit, scope, min_hold)
     settings = settings_for(app, database_url)
-    hold = new_hold(settings, name, shared=mode == "shared", limit=limit, min_hold=seconds(min_hold) or 0.0)
+    hold = new_hold(
+        settings, name, shared=mode == "shared", limit=limit, min_hold=seconds("min_hold", min_hold) or 0.0
+    )
     return AdvisoryLock(
-        settings, hold, wait=seconds(wait), in_transaction=scope == "transaction", abort=abort
+        settings, hold, wait=seconds("wait", wait), in_transaction=scope == "transaction", abort=abort
     )
 
 
@@ -69,7 +72,7 @@ class Leader(SettledLeader):
         super().__init__(
             settings,
             lambda: new_hold(settings, name),
-            poll=seconds(poll) or 1.0,
+            poll=seconds("poll", poll) or 1.0,
             on_gain=on_gain,
             on_loss=on_loss,
         )
@@ -104,5 +107,14 @@ def check_options(mode: str, limit: int, scope: str, min_hold: float | timedelta
         raise ValueError('min_hold: needs mode="exclusive" and scope="session"')
 
 
-def seconds(value: float | timedelta | None) -> float | None:
-    return value.total_seconds() if isinstance(value, timedelta) else value
+def seconds(argument: str, value: float | timedelta | None) -> float | None:
+    """Read an argument in seconds, None for ever. Raises `TypeError` or `ValueError`."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument}: seconds or a timedelta, not {value!r}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{argument}: seconds >= 0, not {value!r}")
+    return float(value)

@@ -30,6 +30,9 @@ LOOK_EVERY = 0.05
 
 PR_SET_PDEATHSIG = 1
 
+#: Loaded here: between fork and exec other threads may hold the loader's lock.
+LIBC = ctypes.CDLL(None)
+
 
 @click.group(name="pglock")
 def pglock() -> None:
@@ -105,4 +108,4 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def die_with_parent() -> None:
     """Let the kernel end the command with its runner: Linux knows how."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -22,7 +22,7 @@ from celery.exceptions import Ignore, Reject, TaskPredicate
 from . import signals
 from .delivery import HEADER, Attempts, finished_before
 from .locks.errors import LockUnavailable
-from .locks.hold import Hold, enter, holds_of_this_context, leave
+from .locks.hold import Hold, enter, leave
 from .locks.keeper import keeper_for, transaction_for
 from .locks.keys import LockId, id_of
 from .locks.requests import Acquire, Answer
@@ -72,10 +72,7 @@ class Execution:
     @property
     def has_the_hold_already(self) -> bool:
         """Whether an execution around this one, in the same process, holds the name."""
-        return any(
-            outer.id == self.hold.id and outer.status is outer.Status.HELD
-            for outer in holds_of_this_context()
-        )
+        return covering(self.hold) is not None
 
     @property
     def is_item(self) -> bool:
@@ -119,9 +116,9 @@ class Execution:
         try:
             # A successor of its own must not meet what its predecessor leaves behind.
             self._holder.release(self.hold, success=error is None, linger=not self._kept_back)
+            self._left = True
         finally:
             _executions.set(tuple(each for each in _executions.get() if each is not self))
-            self._left = True
             self._tell_end()
             for publish in self._kept_back:
                 publish()
@@ -144,7 +141,7 @@ class Execution:
         if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
             asked = self._wait()
         try:
-            finished = self._was_finished_before()
+            finished = self._was_finished_before(asked.answer)
         except Exception as exc:  # noqa: BLE001 - any backend, any error: ask again when it is back
             asked.answer = Answer.UNKNOWN
             asked.error = LockUnavailable(f"the result backend did not tell whether the task is done: {exc}")
@@ -208,10 +205,9 @@ class Execution:
         """Call ``publish`` once the name is free."""
         self._kept_back.append(publish)
 
-    def _was_finished_before(self) -> bool:
+    def _was_finished_before(self, answer: Answer) -> bool:
         """Whether this is a second delivery of what is done."""
-        identity = self.identity
-        if identity is None or identity.status is not identity.Status.HELD:
+        if self.identity is None or answer not in (Answer.GRANTED, Answer.CONFLICT):
             return False
         return finished_before(self.task, self.request, self.attempts)
 

@@ -113,6 +113,8 @@ def refuse_pairs(option: Option) -> None:
         raise option.refuse("lock_limit", 'a transaction takes no slots: use lock_scope="session"')
     if in_transaction and option.value("lock_min_hold"):
         raise option.refuse("lock_min_hold", 'the lock ends with its transaction: use lock_scope="session"')
+    if in_transaction and option.value("lock_on_lost") == "continue":
+        raise option.refuse("lock_on_lost", 'a lost transaction has written nothing: use "abort" or "retry"')
     if in_transaction and option.value("lock_max_waiters") is not None:
         raise option.refuse("lock_max_waiters", 'places are kept by sessions: use lock_scope="session"')
     if limited and shared:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 
 from .errors import LockNotAcquired, LockUnavailable
-from .hold import Hold, enter, holds_of_this_context, leave
+from .hold import Hold, covering, enter, leave
 from .keeper import Keeper, keeper_for, transaction_for
 from .requests import Acquire, Answer
 from .settings import Settings
@@ -42,9 +42,9 @@ class AdvisoryLock:
         if self._used:
             raise TypeError(f"{self!r} was used before: an advisory lock is for one block")
         self._used = True
-        for outer in holds_of_this_context():
-            if outer.id == self._hold.id and outer.status is outer.Status.HELD:
-                return outer
+        outer = covering(self._hold)
+        if outer is not None:
+            return outer
         enter(self._hold)
         try:
             if self._settings is not None:

@@ -20,7 +20,7 @@ from typing import Any
 from .errors import LockLost
 from .keys import LockId
 
-__all__ = ["Hold", "current_lock", "enter", "holds_of_this_context", "leave"]
+__all__ = ["Hold", "covering", "current_lock", "enter", "leave"]
 
 
 class Hold:
@@ -153,9 +153,12 @@ def leave(hold: Hold) -> None:
     _context.set(tuple(each for each in _context.get() if each is not hold))
 
 
-def holds_of_this_context() -> tuple[Hold, ...]:
-    """The holds that the running code works under, the outermost first."""
-    return _context.get()
+def covering(hold: Hold) -> Hold | None:
+    """Return the hold that the running code works under and that makes another one needless."""
+    for outer in _context.get():
+        if outer.id == hold.id and outer.status is outer.Status.HELD and (hold.shared or not outer.shared):
+            return outer
+    return None
 
 
 def current_lock() -> Hold | None:

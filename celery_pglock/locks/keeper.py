@@ -99,7 +99,11 @@ class Keeper:
         ``seconds`` may be None, for ever. The hold is released at the keeper that is returned: a session
         which many share can't wait for one of them.
         """
-        keeper = self if self._asks_in_place else Keeper(self._settings, shared=False)
+        if seconds == 0:
+            return self.acquire(hold), self
+        # Neither does a minimum hold end while its session waits.
+        in_place = self._asks_in_place and not self._lingering
+        keeper = self if in_place else Keeper(self._settings, shared=False)
         until = None if seconds is None else time.monotonic() + seconds
         asked = Acquire(hold, wait=seconds)
         hold._token_source = keeper._next_token
@@ -193,10 +197,9 @@ class Keeper:
             self._statement.release()
 
     def retire(self) -> None:
-        """Close for good."""
-        self.close()
+        """Close for good, when what was left to the owner is done."""
         _alone.discard(self)
-        self._owner.stop()
+        self._owner.stop(self.close)
         self._watch.stop()
 
     def disown(self) -> None:
@@ -328,11 +331,16 @@ class Keeper:
         return min(pauses, default=None)
 
     def _end_lingering(self, now: float) -> list[float]:
-        due = [hold for until, hold in list(self._lingering) if until <= now]
-        self._lingering = [(until, hold) for until, hold in self._lingering if until > now]
-        for hold in due:
+        """Release what has lingered long enough, and return the seconds until the next is due."""
+        entries = list(self._lingering)
+        for until, hold in entries:
+            if until > now:
+                continue
+            self._lingering.remove((until, hold))
             self._owner.post(Release(hold))
-        return [until - now for until, _ in self._lingering]
+        if entries and not self._lingering and not self._shared:
+            self.retire()
+        return [until - now for until, _ in entries if until > now]
 
     def _keep_alive(self, session: Session) -> list[float]:
         """Ask a session for a sign of life where its silence would mean something.

@@ -54,6 +54,12 @@ class LockId(tuple[int, ...]):
         last = self[-1] - slot if self[-1] > 0 else self[-1] + slot
         return LockId(last) if len(self) == 1 else LockId(self[0], last)
 
+    def slot_of(self, other: LockId) -> int:
+        """The slot of this id that another one is, a number below 0 for an id elsewhere."""
+        if len(self) != len(other) or self[:-1] != other[:-1]:
+            return -1
+        return self[-1] - other[-1] if self[-1] > 0 else other[-1] - self[-1]
+
     def __getnewargs__(self) -> tuple[int, ...]:
         return tuple(self)
 

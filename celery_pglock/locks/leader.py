@@ -189,11 +189,11 @@ class Leader:
         call(self._on_gain)
         while self._candidate.leads and not self._stopped.is_set():
             self._stopped.wait(LOOK_EVERY)
-        if self._candidate.leads:
-            self._candidate.resign()
-        else:
+        if not self._candidate.leads:
             logger.warning("this process leads no longer: its lock was lost")
+        # Called before the lock is given back: what it stops has stopped when another leads.
         call(self._on_loss)
+        self._candidate.resign()
 
 
 def call(callback: Callable[[], object] | None) -> None:

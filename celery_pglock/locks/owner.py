@@ -50,10 +50,17 @@ class Owner:
                 self._thread.start()
         return answered
 
-    def stop(self) -> None:
-        """Answer what is pending, and then no more."""
+    def stop(self, finish: Callable[[], None]) -> None:
+        """Answer what is pending, then finish, and serve no more."""
         self._stopped = True
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            finish()
+            return
         self._wake()
+        if thread is not threading.current_thread():
+            thread.join(timeout=5.0)
+        finish()
 
     def _wake(self) -> None:
         with suppress(RuntimeError):  # it is awake

@@ -20,6 +20,8 @@ from .errors import LockDeadlock, LockError, LockSetupError, LockUnavailable
 from .settings import Settings
 
 __all__ = [
+    "NO_EXCLUSION",
+    "PROOF_SUBSYSTEM",
     "WHO_AM_I",
     "Connection",
     "OnStandby",
@@ -49,6 +51,14 @@ ROLE_LIMITS = (
     "idle_session_timeout",
     "idle_in_transaction_session_timeout",
     "transaction_timeout",
+)
+
+#: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
+PROOF_SUBSYSTEM = 0x70676C6B
+
+NO_EXCLUSION = (
+    "the advisory locks of the server of pglock_database_url do not exclude: asked by two sessions for one"
+    " lock it must answer yes and no. Name a PostgreSQL server"
 )
 
 WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"

@@ -13,7 +13,7 @@ It does not know threads: exactly one caller at a time, see `keeper`.
 
 from __future__ import annotations
 
-import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -35,6 +35,8 @@ from .requests import (
     Statement,
 )
 from .server import (
+    NO_EXCLUSION,
+    PROOF_SUBSYSTEM,
     WHO_AM_I,
     Connection,
     SessionBroken,
@@ -66,9 +68,6 @@ from .sql import (
 )
 
 __all__ = ["Session"]
-
-#: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
-PROOF_SUBSYSTEM = 0x70676C6B
 
 
 class Session:
@@ -142,17 +141,15 @@ class Session:
     def prove_exclusion(self, other: Session) -> None:
         """Let another session try what this one holds. Raises `LockSetupError` if it gets it.
 
-        Some servers that speak PostgreSQL's protocol answer true to everybody.
+        Some servers that speak PostgreSQL's protocol answer the same to everybody.
         """
-        hold, rival = (Acquire(Hold(LockId(PROOF_SUBSYSTEM, os.getpid() % 2**31))) for _ in range(2))
+        id = LockId(PROOF_SUBSYSTEM, secrets.randbits(31))
+        hold, rival = Acquire(Hold(id)), Acquire(Hold(id))
         self.perform([hold])
         other.perform([rival])
         self.perform([Release(hold.hold)])
-        if hold.answer is Answer.GRANTED and rival.answer is not Answer.CONFLICT:
-            raise LockSetupError(
-                "the advisory locks of the server of pglock_database_url do not exclude: it granted one"
-                " lock to two sessions. Name a PostgreSQL server"
-            )
+        if (hold.answer, rival.answer) != (Answer.GRANTED, Answer.CONFLICT):
+            raise LockSetupError(NO_EXCLUSION)
 
     def owe(self, hold: Hold) -> None:
         """Release a hold with the next statement, whatever that will be."""
@@ -217,8 +214,9 @@ class Session:
         cut(self._connection)
 
     def disown(self) -> None:
-        """Give the connection up in a forked child."""
+        """Give the connection up in a forked child, where nothing is held."""
         disown(self._connection)
+        self._lose_all("its process was forked")
 
     # One statement: a column for each question, and what to do with its value.
 
@@ -298,7 +296,9 @@ class Session:
         """
         hold = request.hold
         if hold.limit > 1:
-            return try_slot(hold, [each.slot for each in self._holds.values() if each.id == hold.id])
+            return try_slot(
+                hold, [slot for slot in map(hold.id.slot_of, self._holds) if 0 <= slot < hold.limit]
+            )
         if hold.id in self._holds or (hold.id in self._readers and not hold.shared):
             return None
         if hold.id in self._readers:

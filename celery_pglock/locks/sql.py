@@ -60,7 +60,7 @@ def if_locked(identity: Hold, question: str, *, xact: bool = False) -> str:
 
 def milliseconds(wait: float | None) -> str:
     """Seconds as PostgreSQL's timeouts take them; None: for ever, which they write as 0."""
-    return "0" if wait is None else str(max(1, math.ceil(wait * 1000)))
+    return "0" if wait is None else str(min(max(1, math.ceil(wait * 1000)), 2**31 - 1))
 
 
 #: A slot that nobody gets.
@@ -70,14 +70,14 @@ REFUSED = "-1"
 def answer_of(slot: bytes | None) -> Answer:
     """Read the slot that was got. Raises `LockSetupError` for what is none, which is no refusal either."""
     if slot is None or not slot.lstrip(b"-").isdigit():
-        raise LockSetupError(f"the server's advisory locks answer {slot!r}: name a PostgreSQL server")
+        raise LockSetupError(f"the server of pglock_database_url answers {slot!r} when asked for a lock")
     return Answer.GRANTED if int(slot) >= 0 else Answer.CONFLICT
 
 
 def truth(value: bytes | None) -> bool:
     """Read a boolean. Raises `LockSetupError` for anything else, which must not pass for a refusal."""
     if value not in (b"t", b"f"):
-        raise LockSetupError(f"the server's advisory locks answer {value!r}: name a PostgreSQL server")
+        raise LockSetupError(f"the server of pglock_database_url answers {value!r} when asked for a lock")
     return value == b"t"
 
 

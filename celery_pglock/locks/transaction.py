@@ -12,7 +12,7 @@ lost has written nothing. Facts that shaped it:
 
 from __future__ import annotations
 
-import threading
+import secrets
 import time
 from collections import deque
 from contextlib import suppress
@@ -26,7 +26,18 @@ from .holders import holder_query, matches
 from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .requests import Acquire, Answer
-from .server import connect, cut, disown, is_broken, query, reason_of, refusal_of, set_statement
+from .server import (
+    NO_EXCLUSION,
+    PROOF_SUBSYSTEM,
+    connect,
+    cut,
+    disown,
+    is_broken,
+    query,
+    reason_of,
+    refusal_of,
+    set_statement,
+)
 from .settings import Settings
 from .sql import answer_of, if_locked, milliseconds, queue_up, try_lock
 from .watch import Watch
@@ -36,8 +47,16 @@ __all__ = ["BodyConnection", "Transaction", "close_warm", "disown_all", "probe_t
 #: READ WRITE is refused by a standby, and overrules a role's default.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
-#: Limits that would end a transaction whose body is busy elsewhere.
-NO_LIMITS = {"idle_in_transaction_session_timeout": "0", "transaction_timeout": "0"}
+#: What a body's own settings left behind on the warm connection is not the next one's.
+RESET = "RESET ALL"
+
+#: No limits that would end a transaction whose body is busy elsewhere. A backend that waits in the queue does
+#: not see otherwise that its client is gone.
+ITS_SETTINGS = {
+    "idle_in_transaction_session_timeout": "0",
+    "transaction_timeout": "0",
+    "client_connection_check_interval": "500",
+}
 
 #: The body's own limits, lifted while its task waits.
 TIMEOUTS = ("lock_timeout", "statement_timeout")
@@ -126,6 +145,8 @@ class Transaction:
 
     def wait(self, hold: Hold, seconds: float | None) -> tuple[Acquire, Transaction]:
         """Begin a transaction and take a turn in PostgreSQL's own queue; ``seconds`` None: for ever."""
+        if seconds == 0:
+            return self.acquire(hold), self
         asked = Acquire(hold, wait=seconds)
         self._ask(asked, queue_up(hold, xact=True))
         return asked, self
@@ -139,11 +160,13 @@ class Transaction:
             line.close("it was lost")
             return
         try:
-            if success:
-                self._commit(line, hold)
-            else:
-                line.ask("ROLLBACK")
+            if not still_held(line, hold):
+                hold._lost("the body ended its transaction itself")
+            line.ask("COMMIT" if success and not hold.lost else "ROLLBACK")
         except psycopg.Error as exc:
+            if not is_broken(line.connection, exc):
+                # The server refused the commit, and has rolled back: no loss, but a failure.
+                hold._released()
             line.close(reason_of(exc))
             if success:
                 raise
@@ -203,10 +226,10 @@ class Transaction:
         self._settle(asked, line, slot)
 
     def _lock(self, line: Line, asked: Acquire, question: str) -> bytes | None:
-        unlimited = set_statement(NO_LIMITS, local=True)
+        unlimited = set_statement(ITS_SETTINGS, local=True)
         if asked.wait == 0:
-            return line.ask(BEGIN, unlimited, f"SELECT {question}")[0][0]
-        before = line.ask(BEGIN, unlimited, SHOW)[0]
+            return line.ask(RESET, BEGIN, unlimited, f"SELECT {question}")[0][0]
+        before = line.ask(RESET, BEGIN, unlimited, SHOW)[0]
         line.ask(set_statement(dict(zip(TIMEOUTS, (milliseconds(asked.wait), "0"), strict=True)), local=True))
         slot = query(line.connection, f"SELECT {question}")[0][0]
         line.ask(set_statement(dict(zip(TIMEOUTS, map(text, before), strict=True)), local=True))
@@ -224,6 +247,8 @@ class Transaction:
             else:
                 put_back(line)
             return
+        if asked.identity is not None:
+            asked.identity._granted(0)
         self._line, line.hold = line, asked.hold
         asked.hold._granted(0)
         asked.hold._connection = line.connection
@@ -234,15 +259,16 @@ class Transaction:
             raise LockUnavailable("its transaction is over")
         return int(self._line.ask("SELECT pg_current_xact_id()")[0][0] or 0)
 
-    def _commit(self, line: Line, hold: Hold) -> None:
-        if line.connection.info.transaction_status is psycopg.pq.TransactionStatus.INERROR:
-            raise psycopg.errors.InFailedSqlTransaction("the body went on after an error of its transaction")
-        still_held = f"granted AND pid = pg_backend_pid() AND {matches(hold.id)}"
-        if line.ask(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {still_held})")[0][0] != b"t":
-            hold._lost("the body ended its transaction itself")
-            line.ask("ROLLBACK")
-            return
-        line.ask("COMMIT")
+
+def still_held(line: Line, hold: Hold) -> bool:
+    """Whether the transaction is still the one that took the lock. Raises for one that failed meanwhile."""
+    status = line.connection.info.transaction_status
+    if status is psycopg.pq.TransactionStatus.INERROR:
+        raise psycopg.errors.InFailedSqlTransaction("the body went on after an error of its transaction")
+    if status is psycopg.pq.TransactionStatus.IDLE:
+        return False
+    mine = f"granted AND pid = pg_backend_pid() AND {matches(hold.id)}"
+    return line.ask(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {mine})")[0][0] == b"t"
 
 
 class SessionLost(Exception):
@@ -273,6 +299,9 @@ def take_line(settings: Settings, name: str, *, warm: bool = True) -> Line:
 def put_back(line: Line) -> None:
     """Keep a line warm, unless there is one."""
     line.hold = None
+    line.connection.row_factory = psycopg.rows.tuple_row
+    line.connection.cursor_factory = psycopg.Cursor
+    line.connection.prepare_threshold = None
     if _warm:
         line.close("one warm connection is enough")
     else:
@@ -290,19 +319,23 @@ def disown_all() -> None:
     """Give up what a forked child has inherited."""
     for line in _lines:
         disown(line.connection)
+        if line.hold is not None:
+            line.hold._lost("its process was forked")
     _lines.clear()
     _warm.clear()
 
 
 def probe_transactions(settings: Settings, name: str) -> None:
     """Let two transactions try one lock. Raises `LockSetupError` unless it excludes, or `LockUnavailable`."""
-    holds = [Hold(LockId(0x70676C6B, threading.get_native_id() % 2**31)) for _ in range(2)]
+    id = LockId(PROOF_SUBSYSTEM, secrets.randbits(31))
+    holds = [Hold(id) for _ in range(2)]
     scopes = [Transaction(settings, name) for _ in holds]
     answers = [scope.acquire(hold) for scope, hold in zip(scopes, holds, strict=True)]
     for scope, hold in zip(scopes, holds, strict=True):
         scope.release(hold, success=False)
+    close_warm()
     for asked in answers:
         if asked.error is not None:
             raise asked.error
-    if all(asked.answer is Answer.GRANTED for asked in answers):
-        raise LockSetupError("the advisory locks of the server of pglock_database_url do not exclude")
+    if [asked.answer for asked in answers] != [Answer.GRANTED, Answer.CONFLICT]:
+        raise LockSetupError(NO_EXCLUSION)
