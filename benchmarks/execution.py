@@ -48,7 +48,7 @@ def traced(task: Task) -> Callable[..., None]:
         id = f"00000000-0000-4000-8000-{next(_numbers):012x}"
         outcome = tracer(id, args, {}, {**message, "id": id, "root_id": id, "correlation_id": id})
         if outcome.info is not None:
-            raise RuntimeError(f"{task.name} did not succeed: {outcome.info!r}")
+            raise RuntimeError(f"{task.name} did not succeed: {outcome.retval!r}")
 
     return execute
 

@@ -22,7 +22,7 @@ from celery.exceptions import Ignore, Reject, TaskPredicate
 from . import signals
 from .delivery import HEADER, Attempts, finished_before
 from .locks.errors import LockUnavailable
-from .locks.hold import Hold, enter, leave
+from .locks.hold import Hold, covering, enter, leave
 from .locks.keeper import keeper_for, transaction_for
 from .locks.keys import LockId, id_of
 from .locks.requests import Acquire, Answer
