@@ -45,10 +45,13 @@ def following(plan: Any, moment: datetime) -> datetime | None:
     if is_interval(plan):
         beyond: datetime = floor(plan, moment) + plan.run_every
         return beyond
-    asked = copy.copy(plan)
-    local = moment.astimezone(plan.tz)
-    asked.nowfun = lambda: local
-    slot: datetime = moment + asked.remaining_estimate(local)
+    asked, slot = copy.copy(plan), moment
+    # Twice: older releases of Celery count by the clock on the wall. Asked at the slot itself they tell how
+    # far it lies off where the clocks change on the way.
+    for _ in range(2):
+        now = slot.astimezone(plan.tz)
+        asked.nowfun = lambda now=now: now
+        slot += asked.remaining_estimate(moment.astimezone(plan.tz))
     return slot if slot > moment else None
 
 

@@ -96,11 +96,12 @@ class Term:
 
     def _go_on_after(self, entry: Any, slot: datetime) -> None:
         self._sent[entry.name] = slot
-        entry.last_run_at = slot
+        # Older releases of Celery compare a crontab's hours as they stand here.
+        entry.last_run_at = slot.astimezone(entry.schedule.tz)
         model = getattr(entry, "model", None)
         if model is not None:
-            # What django-celery-beat stores.
-            model.last_run_at = slot
+            # What django-celery-beat stores: naive where its project is.
+            model.last_run_at = slot if model.last_run_at.tzinfo is not None else slot.replace(tzinfo=None)
 
     # What the inner scheduler asks of itself.
 
@@ -113,13 +114,10 @@ class Term:
         last = max(as_utc(entry.last_run_at), self._sent.get(entry.name, slots.EPOCH))
         slot = slots.pending(entry.schedule, last, now) or now
         if slot > now:
-            return schedstate(False, (slot - now).total_seconds())
-        after = slots.following(entry.schedule, slot)
-        wait = wait if after is None else max(0.0, (after - now).total_seconds())
+            return self._goes_on_after(entry, last)
         try:
             if self._was_sent(entry, slot):
-                self._go_on_after(entry, slot)
-                return schedstate(False, wait)
+                return self._goes_on_after(entry, slot)
         except LockError as exc:
             self._candidate.warn(exc)
             self.behind = True
@@ -127,7 +125,14 @@ class Term:
             self.behind = True
             return schedstate(False, self._poll)
         self._granted[entry.name] = slot
-        return schedstate(True, wait)
+        after = slots.following(entry.schedule, slot)
+        return schedstate(True, wait if after is None else max(0.0, (after - now).total_seconds()))
+
+    def _goes_on_after(self, entry: Any, slot: datetime) -> schedstate:
+        """Nothing is to be sent up to a slot: let the inner scheduler look at all entries anew, at once."""
+        self._go_on_after(entry, slot)
+        vars(self.inner)["_heap"] = None
+        return schedstate(False, 0)
 
     def _was_sent(self, entry: Any, slot: datetime) -> bool:
         """Ask PostgreSQL, and so whether this beat still leads."""

@@ -1,0 +1,123 @@
+"""The slots of a schedule: what every beat works out alike."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
+
+import pytest
+from celery import Celery
+from celery.schedules import crontab, schedule
+
+from celery_pglock import slots
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.fixture
+def app() -> Celery:
+    app = Celery(set_as_current=False)
+    app.conf.timezone = "Europe/Berlin"
+    return app
+
+
+def at(text: str, zone: timezone | ZoneInfo = timezone.utc) -> datetime:
+    return datetime.fromisoformat(text).replace(tzinfo=zone).astimezone(timezone.utc)
+
+
+def every(seconds: float, app: Celery) -> schedule:
+    return schedule(timedelta(seconds=seconds), app=app)
+
+
+def test_an_interval_s_slots_are_the_same_whenever_a_beat_started(app: Celery) -> None:
+    moments = [at("2026-11-30T12:00:01") + timedelta(seconds=offset / 7) for offset in range(60)]
+    assert {slots.following(every(10, app), moment) for moment in moments} == {at("2026-11-30T12:00:10")}
+    assert slots.floor(every(10, app), at("2026-11-30T12:00:09.999")) == at("2026-11-30T12:00:00")
+
+
+def test_a_crontab_s_slots_are_on_the_clock_of_its_time_zone(app: Celery) -> None:
+    daily = crontab(hour=4, minute=0, app=app)
+    slot = slots.following(daily, at("2026-11-30T12:00:00"))
+    assert slot == at("2026-12-01T04:00:00", BERLIN)
+
+
+@pytest.mark.parametrize(
+    ("before", "next_slot"),
+    [("2026-03-28T04:00:00", "2026-03-29T04:00:00"), ("2026-10-24T04:00:00", "2026-10-25T04:00:00")],
+    ids=["spring", "autumn"],
+)
+def test_a_crontab_follows_the_clocks_when_they_change(app: Celery, before: str, next_slot: str) -> None:
+    daily = crontab(hour=4, minute=0, app=app)
+    assert slots.following(daily, at(before, BERLIN)) == at(next_slot, BERLIN)
+
+
+def test_an_interval_does_not_see_the_clocks_change(app: Celery) -> None:
+    before = at("2026-03-29T01:30:00", BERLIN)
+    assert slots.following(every(3600, app), before) == before + timedelta(minutes=30)
+
+
+def test_nothing_due_is_a_slot_in_the_future(app: Celery) -> None:
+    now = at("2026-11-30T12:00:05")
+    assert slots.pending(every(10, app), at("2026-11-30T12:00:00"), now) == at("2026-11-30T12:00:10")
+
+
+def test_the_slots_of_a_short_gap_come_one_by_one(app: Celery) -> None:
+    sent, now, found = at("2026-11-30T12:00:00"), at("2026-11-30T12:00:05.5"), []
+    while (slot := slots.pending(every(1, app), sent, now)) and slot <= now:
+        found.append(slot)
+        sent = slot
+    assert found == [at("2026-11-30T12:00:00") + timedelta(seconds=n) for n in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "last"),
+    [
+        (crontab(hour=4, minute=0), "2026-11-30T04:00:00"),
+        (crontab(minute="*/10", hour="1-4"), "2026-11-30T04:50:00"),
+        (crontab(minute=0, hour=0, day_of_month=1), "2026-11-01T00:00:00"),
+        (schedule(timedelta(hours=6)), "2026-11-30T12:00:00"),
+    ],
+    ids=["daily", "by night", "monthly", "interval"],
+)
+def test_of_a_long_gap_the_last_slot_is_left(plan: schedule, last: str) -> None:
+    plan.app = Celery(set_as_current=False)
+    now = at("2026-11-30T12:34:56")
+    assert slots.pending(plan, at("2026-10-03T00:00:00"), now) == at(last)
+    assert slots.pending(plan, at(last), now) > now
+
+
+def test_of_a_dense_schedule_the_last_minute_is_left(app: Celery) -> None:
+    now = at("2026-11-30T12:34:56.5")
+    assert slots.pending(every(1, app), at("2026-11-29T00:00:00"), now) == at("2026-11-30T12:33:57")
+
+
+def test_a_schedule_that_changed_goes_on_from_its_last_slot(app: Celery) -> None:
+    last = at("2026-11-30T12:00:07")
+    assert slots.floor(every(5, app), last) == at("2026-11-30T12:00:05")
+    assert slots.pending(every(5, app), slots.floor(every(5, app), last), last) == at("2026-11-30T12:00:10")
+
+
+def test_a_user_s_own_schedule_is_asked_and_not_computed(app: Celery) -> None:
+    class Odd(schedule):
+        def is_due(self, last_run_at: datetime) -> tuple[bool, float]:
+            return super().is_due(last_run_at)
+
+    odd = Odd(timedelta(seconds=7), app=app)
+    moment = at("2026-11-30T12:00:03")
+    assert slots.following(odd, moment) == moment + timedelta(seconds=7)
+    assert slots.floor(odd, moment) == moment
+
+
+def test_a_moment_that_comes_once_has_no_next_slot(app: Celery) -> None:
+    """As django-celery-beat's clocked schedule."""
+
+    class Once(schedule):
+        def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+            return at("2026-11-30T12:00:00") - self.now()
+
+        def is_due(self, last_run_at: datetime) -> tuple[bool, float]:
+            return self.remaining_estimate(last_run_at).total_seconds() <= 0, 60
+
+    once = Once(timedelta(0), app=app)
+    assert slots.following(once, at("2026-11-30T11:00:00")) == at("2026-11-30T12:00:00")
+    assert slots.following(once, at("2026-11-30T12:00:00")) is None
