@@ -20,11 +20,13 @@ from celery.canvas import Signature
 from celery.exceptions import Ignore, Reject, TaskPredicate
 
 from . import signals
-from .delivery import HEADER, Attempts, finished_before
-from .locks.errors import LockUnavailable
+from .config import ledger_of
+from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before
+from .locks.errors import LockError, LockUnavailable
 from .locks.hold import Hold, covering, enter, leave
 from .locks.keeper import keeper_for, transaction_for
 from .locks.keys import LockId, id_of
+from .locks.ledger import Ledger
 from .locks.requests import Acquire, Answer
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ class Execution:
     ) -> None:
         """Work out what is locked. Raises `LockKeyError`."""
         self.task = task
-        self.options = options
+        self.options = options = options.asked_by(task)
+        self.settings = settings
         self.request: Context = task.request
         self.attempts = Attempts.of(self.request)
         self.keeper = transaction_for(settings) if options.in_transaction else keeper_for(settings)
@@ -149,8 +152,24 @@ class Execution:
         if finished:
             raise Ignore("a second delivery of an execution that is done")
         if asked.answer is Answer.GRANTED:
+            try:
+                self._end_unless_first_of_its_slot()
+            except LockError as exc:
+                asked.answer, asked.error = Answer.UNKNOWN, exc
+                return asked
             self._tell_start()
         return asked
+
+    def _end_unless_first_of_its_slot(self) -> None:
+        """Drop a second message of one slot of a beat's schedule. Raises `Ignore`, and `LockError`."""
+        slot = (self.request.headers or {}).get(SLOT_HEADER) or {}
+        table = ledger_of(self.task.app) if "schedule" in slot else None
+        if table is None or self.request.is_eager:
+            return
+        ledger = Ledger(table, slot["schedule"], keeper_for(self.settings).run)
+        if not ledger.run(slot["entry"], slot["due"], self.request.id or ""):
+            logger.info("slot %s of entry %r was run by another message", slot["due"], slot["entry"])
+            raise Ignore("a second message of one slot")
 
     def _wait(self) -> Acquire:
         """Wait for the hold in PostgreSQL's queue, with no more others than the task allows."""

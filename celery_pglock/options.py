@@ -6,7 +6,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from celery.exceptions import ImproperlyConfigured
 from .locks import keys
 from .locks.errors import LockKeyError
 
-__all__ = ["DECISIONS", "UNSET", "LockOptions", "lock_options_of"]
+__all__ = ["DECISIONS", "UNSET", "LockOptions", "entry_options", "lock_options_of"]
 
 #: What a callable policy may decide, when the name was asked for and refused already.
 DECISIONS = ("skip", "retry", "raise")
@@ -27,6 +27,9 @@ SCOPES = ("session", "transaction")
 #: Seconds that a conflict may last in all, where the task does not say.
 MAX_WAIT = {"wait": 60.0}
 MAX_WAIT_OF_RETRIES = 3600.0
+
+#: The header by which a message asks for another conflict policy than its task's.
+ON_CONFLICT_HEADER = "pglock_on_conflict"
 
 LOSS_POLICIES = ("abort", "retry", "continue")
 
@@ -54,6 +57,24 @@ class LockOptions:
     min_hold: float
     max_waiters: int | None
     in_transaction: bool
+    #: Whether ``max_wait`` is the task's own, or the policy's default.
+    max_wait_is_set: bool = True
+
+    def asked_by(self, task: Task[..., Any]) -> LockOptions:
+        """The options of the running message, which may ask for another policy. See `entry_options`.
+
+        Raises `ImproperlyConfigured` for a policy that does not go with the task's other options.
+        """
+        policy = (task.request.headers or {}).get(ON_CONFLICT_HEADER)
+        if policy is None or policy == self.on_conflict:
+            return self
+        if policy not in POLICIES or (policy == "wait" and self.limit > 1):
+            raise ImproperlyConfigured(
+                f"task {task.name!r}: its message asks for the conflict policy {policy!r}, and"
+                f" {'there is no queue for N at once' if policy in POLICIES else 'there is none such'}"
+            )
+        max_wait = self.max_wait if self.max_wait_is_set else MAX_WAIT.get(policy, MAX_WAIT_OF_RETRIES)
+        return replace(self, on_conflict=policy, max_wait=max_wait)
 
     def named(self, namespace: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> keys.LockId | str:
         """Return the name of one call, or the id that its ``lock_key`` names. Raises `LockKeyError`."""
@@ -98,7 +119,20 @@ def lock_options_of(
         min_hold=option.seconds("lock_min_hold") or 0.0,
         max_waiters=option.count_or_none("lock_max_waiters"),
         in_transaction=option.choice("lock_scope", SCOPES) == "transaction",
+        max_wait_is_set=option.value("lock_max_wait") is not UNSET,
     )
+
+
+def entry_options(*, on_conflict: str, **options: Any) -> dict[str, Any]:
+    """Return the ``options`` of a beat entry (or of ``apply_async``) with a conflict policy of its own.
+
+    ``"options": entry_options(on_conflict="retry", expires=300)`` leaves the task and its other callers as
+    they are. Raises `ValueError` for a policy that does not exist.
+    """
+    if on_conflict not in POLICIES:
+        raise ValueError(f"on_conflict: one of {', '.join(map(repr, POLICIES))}, not {on_conflict!r}")
+    headers = {**(options.get("headers") or {}), ON_CONFLICT_HEADER: on_conflict}
+    return {**options, "headers": headers}
 
 
 def refuse_pairs(option: Option) -> None:

@@ -87,8 +87,8 @@ class Hold:
     @property
     def connection(self) -> Any:
         """The connection whose transaction holds the lock, for the body to use. Elsewhere a `TypeError`."""
-        if self._connection is None:
-            raise TypeError(f'{self!r} does not live in a transaction: set lock_scope="transaction"')
+        if self._connection is None or self._status is not self.Status.HELD:
+            raise TypeError(f'{self!r} lives in no open transaction: set lock_scope="transaction"')
         return self._connection
 
     def fencing_token(self) -> int:

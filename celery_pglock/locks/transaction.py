@@ -187,7 +187,7 @@ class Transaction:
     def holder_of(self, id: LockId) -> str | None:
         """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked."""
         try:
-            line = take_line(self._settings, self._name)
+            line = warm_line(self._settings) or Line(self._settings, self._name)
         except LockError:
             return None
         try:
@@ -199,19 +199,21 @@ class Transaction:
         return None if holder is None else holder.decode(errors="replace")
 
     def _ask(self, asked: Acquire, question: str) -> None:
-        for warm in (True, False):
-            try:
-                self._try(asked, question, warm=warm)
-            except SessionLost as exc:
-                # A warm connection may have been ended while nobody used it: that costs nothing.
-                asked.answer, asked.error = Answer.UNKNOWN, LockUnavailable(str(exc))
-                continue
-            except LockError as exc:
-                asked.answer, asked.error = Answer.UNKNOWN, exc
-            return
+        try:
+            line = warm_line(self._settings)
+            if line is not None:
+                try:
+                    self._try(line, asked, question)
+                    return
+                except LineLost:
+                    pass  # It ended while nobody used it: that costs nothing.
+            self._try(Line(self._settings, self._name), asked, question)
+        except LineLost as exc:
+            asked.answer, asked.error = Answer.UNKNOWN, LockUnavailable(str(exc))
+        except LockError as exc:
+            asked.answer, asked.error = Answer.UNKNOWN, exc
 
-    def _try(self, asked: Acquire, question: str, *, warm: bool) -> None:
-        line = take_line(self._settings, self._name, warm=warm)
+    def _try(self, line: Line, asked: Acquire, question: str) -> None:
         try:
             slot = self._lock(line, asked, question)
         except psycopg.errors.LockNotAvailable:
@@ -219,7 +221,7 @@ class Transaction:
         except psycopg.Error as exc:
             broken = is_broken(line.connection, exc)
             line.close(reason_of(exc))
-            raise SessionLost(reason_of(exc)) from exc if broken else refusal_of(exc)
+            raise LineLost(reason_of(exc)) from exc if broken else refusal_of(exc)
         except BaseException:
             line.close("its task was interrupted while PostgreSQL was asked")
             raise
@@ -271,7 +273,7 @@ def still_held(line: Line, hold: Hold) -> bool:
     return line.ask(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {mine})")[0][0] == b"t"
 
 
-class SessionLost(Exception):
+class LineLost(Exception):
     """The connection broke before the lock was granted."""
 
 
@@ -285,15 +287,15 @@ _lines: set[Line] = set()
 _warm: deque[Line] = deque()
 
 
-def take_line(settings: Settings, name: str, *, warm: bool = True) -> Line:
-    """A line that nobody uses. Raises `LockError`."""
-    while warm and _warm:
+def warm_line(settings: Settings) -> Line | None:
+    """The line that is kept warm, if it is one to this database."""
+    while _warm:
         with suppress(IndexError):
             line = _warm.pop()
             if line.settings == settings and not line.connection.closed:
                 return line
             line.close("another database is asked for")
-    return Line(settings, name)
+    return None
 
 
 def put_back(line: Line) -> None:
