@@ -15,6 +15,7 @@ from .locks.errors import (
 )
 from .locks.hold import Hold, current_lock
 from .locks.keys import LockId
+from .options import entry_options
 from .signals import lock_acquired, lock_conflict, lock_lost, lock_released
 from .task import AdvisoryLockedTask
 
@@ -33,6 +34,7 @@ __all__ = [
     "LockUnavailable",
     "advisory_lock",
     "current_lock",
+    "entry_options",
     "is_skipped",
     "lock_acquired",
     "lock_conflict",
