@@ -12,9 +12,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from celery import Celery
 
 from faults.beats import Beat, Beats, counts, missing
-from faults.fleet import flush
+from faults.fleet import flush, wait_for
 from localservers import Redis
 
 _databases = itertools.cycle(range(16))
@@ -171,3 +172,56 @@ def test_a_frozen_leader_loses_its_lock(beats: Beats) -> None:
     beats.reader.wait(6, since=time.time())
     assert not first.leads()
     assert max(counts(beats.reader.sends).values()) <= 2
+
+
+LEDGER = {"pglock_beat_ledger": "celery_pglock_beat"}
+
+
+def test_with_a_ledger_a_takeover_sends_each_slot_once(make_beats: BeatsMaker) -> None:
+    beats = make_beats(**LEDGER)
+    first = beats.start_leader()
+    beats.start_follower()
+    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        beats.reader.wait(6, since=time.time())
+        leader = beats.leader()
+        beats.start_follower()
+        leader.signal(how)
+        beats.leader_besides(leader)
+    beats.reader.wait(6, since=time.time())
+    assert first._process.poll() is not None
+    assert not missing(beats.reader.sends)
+    assert set(counts(beats.reader.sends).values()) == {1}
+
+
+def test_with_a_ledger_what_all_beats_slept_through_is_sent_once(make_beats: BeatsMaker) -> None:
+    """From another machine too: each beat has a file of its own."""
+    beats = make_beats(**LEDGER)
+    first = beats.start_leader()
+    beats.reader.wait(3)
+    first.kill()
+    time.sleep(3)
+    beats.start_leader()
+    beats.reader.wait(15, since=time.time())
+    assert not missing(beats.reader.sends)
+    assert set(counts(beats.reader.sends).values()) == {1}
+
+
+@pytest.mark.parametrize(("settings", "runs"), [(LEDGER, 1), ({}, 2)], ids=["ledger", "control"])
+def test_a_second_message_of_a_slot_does_not_run(
+    make_beats: BeatsMaker, settings: dict[str, Any], runs: int
+) -> None:
+    """As when a leader dies between sending and recording; without the ledger it runs."""
+    beats = make_beats(**settings, beat_schedule={"a": {"task": "note", "schedule": 1.0}})
+    beat = beats.start_leader()
+    (send, *_) = beats.reader.wait(1)
+    beat.kill()
+    beats.reader.close()
+    flush(beats.broker)
+    with Celery("producer", broker=beats.broker, set_as_current=False) as producer:
+        for _ in range(2):
+            producer.send_task("note", queue="clock", headers={"pglock_slot": send.headers["pglock_slot"]})
+    worker = beats.start(command=("worker", "-c", "1", "-P", "solo"))
+    ends = ("succeeded in", "was run by another message")
+    wait_for(lambda: sum(map(worker.text().count, ends)) == 2, worker.text, 20)
+    worker.stop()
+    assert len((beats.folder / "runs").read_text().splitlines()) == runs
