@@ -66,11 +66,19 @@ class Owner:
         with suppress(RuntimeError):  # it is awake
             self._asleep.release()
 
+    def _take_all(self) -> list[tuple[Request, threading.Lock]]:
+        """Take what is pending. An asker interrupted while it started us may have led to a second owner."""
+        batch = []
+        with suppress(IndexError):
+            while True:
+                batch.append(self._pending.popleft())
+        return batch
+
     def _serve(self) -> None:
         while not self._stopped or self._pending:
             # Bounded, since an asker may be interrupted between its question and its wake-up call.
             self._asleep.acquire(timeout=1.0)
-            batch = [self._pending.popleft() for _ in range(len(self._pending))]
+            batch = self._take_all()
             if not batch:
                 continue
             try:

@@ -201,13 +201,13 @@ class Transaction:
     def _ask(self, asked: Acquire, question: str) -> None:
         try:
             line = warm_line(self._settings)
-            if line is not None:
-                try:
-                    self._try(line, asked, question)
-                    return
-                except LineLost:
-                    pass  # It ended while nobody used it: that costs nothing.
-            self._try(Line(self._settings, self._name), asked, question)
+            try:
+                self._try(line or Line(self._settings, self._name), asked, question)
+            except LineLost:
+                # A warm one may have ended while nobody used it: that costs nothing.
+                if line is None:
+                    raise
+                self._try(Line(self._settings, self._name), asked, question)
         except LineLost as exc:
             asked.answer, asked.error = Answer.UNKNOWN, LockUnavailable(str(exc))
         except LockError as exc:
