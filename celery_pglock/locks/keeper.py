@@ -315,8 +315,8 @@ class Keeper:
 
     def _on_pause(self) -> float | None:
         """Do what is due, and tell when to come again."""
-        pauses, session, now = [], self._session, time.monotonic()
-        pauses += self._end_lingering(now)
+        now = time.monotonic()
+        pauses, session = self._end_lingering(now), self._session
         if self._pay_at is not None and now < self._pay_at:
             pauses.append(self._pay_at - now)
         elif self._pay_at is not None:

@@ -24,6 +24,7 @@ class Owner:
         self._pending: deque[tuple[Request, threading.Lock]] = deque()
         self._asleep = threading.Lock()
         self._starting = threading.Lock()
+        self._serving = threading.Lock()
         self._stopped = False
         self._thread: threading.Thread | None = None
 
@@ -66,23 +67,23 @@ class Owner:
         with suppress(RuntimeError):  # it is awake
             self._asleep.release()
 
-    def _take_all(self) -> list[tuple[Request, threading.Lock]]:
-        """Take what is pending. An asker interrupted while it started us may have led to a second owner."""
-        batch = []
-        with suppress(IndexError):
-            while True:
-                batch.append(self._pending.popleft())
-        return batch
-
     def _serve(self) -> None:
         while not self._stopped or self._pending:
             # Bounded, since an asker may be interrupted between its question and its wake-up call.
             self._asleep.acquire(timeout=1.0)
-            batch = self._take_all()
-            if not batch:
-                continue
-            try:
-                self._answer([request for request, _ in batch])
-            finally:
-                for _, answered in batch:
-                    answered.release()
+            # An asker interrupted while it started us may have led to a second owner. Requests keep their
+            # order: a release must not overtake the question that it takes back.
+            with self._serving:
+                self._answer_all()
+
+    def _answer_all(self) -> None:
+        batch = []
+        while self._pending:
+            batch.append(self._pending.popleft())
+        if not batch:
+            return
+        try:
+            self._answer([request for request, _ in batch])
+        finally:
+            for _, answered in batch:
+                answered.release()

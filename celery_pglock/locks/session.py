@@ -89,6 +89,9 @@ class Session:
         #: When its holds were given up although the connection stands, see `give_up`.
         self.given_up_at: float | None = None
         self._connection = connect(settings, application_name, Connection)
+        # Kept, since the watch may look at a session while somebody else closes it.
+        self._socket: int = self._connection.fileno()
+        self._remote = not self._connection.info.host.startswith(("/", "@"))
 
     def __repr__(self) -> str:
         if self._connection.closed:
@@ -114,13 +117,13 @@ class Session:
 
     @property
     def socket(self) -> int:
-        """The descriptor of the connection's socket."""
-        return self._connection.fileno()
+        """The descriptor of the connection's socket, also of a closed one."""
+        return self._socket
 
     @property
     def remote(self) -> bool:
         """Whether a network lies between here and the server, which may fall silent."""
-        return not self._connection.info.host.startswith(("/", "@"))
+        return self._remote
 
     @property
     def holds_something(self) -> bool:

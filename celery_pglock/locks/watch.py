@@ -7,6 +7,7 @@ silent shows no end: for that the keeper asks the server now and then, in the pa
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -17,6 +18,8 @@ from functools import partial
 from .interrupt import native_call, native_poll
 
 __all__ = ["Watch"]
+
+logger = logging.getLogger(__name__)
 
 #: Linux tells the peer's goodbye by POLLRDHUP alone. Elsewhere it is readable as an end of file only, which
 #: data looks like too: there the pauses have to do, and the end shows at the next statement.
@@ -67,13 +70,21 @@ class Watch:
 
     def _serve(self) -> None:
         while not self._stopped:
-            pause = self._on_pause()
+            pause = self._pause()
             socket = self._socket
             ended = native_call(partial(self._sleep, socket, pause))
             if ended and socket is not None and socket == self._socket:
                 self._socket = None
                 self._on_end(socket)
         self.close()
+
+    def _pause(self) -> float | None:
+        try:
+            return self._on_pause()
+        except Exception:
+            # Without a watch no loss is noticed any more.
+            logger.exception("the watch goes on")
+            return 1.0
 
     def _sleep(self, socket: int | None, pause: float | None) -> bool:
         """Sleep until the connection ends (True), the pause is over, or somebody wakes us."""
