@@ -1,0 +1,431 @@
+"""The lock as a block of code that is no task: scripts, web requests, management commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import ExitStack, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import psycopg
+import pytest
+from celery import Celery
+from celery.exceptions import ImproperlyConfigured
+
+from celery_pglock import (
+    AdvisoryLockedTask,
+    LockId,
+    LockLost,
+    LockNotAcquired,
+    LockUnavailable,
+    advisory_lock,
+    current_lock,
+)
+from celery_pglock.locks.keys import id_of
+from integration.judge import Judge, eventually
+from integration.rivals import in_thread, wait_until_waiting
+
+DEPLOY = id_of("celery:deploy")
+
+pytestmark = pytest.mark.usefixtures("way")
+
+
+@pytest.fixture(params=["session", "transaction"])
+def scope(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_a_block_holds_the_lock_until_it_ends(dsn: str, judge: Judge, scope: str) -> None:
+    """Whatever its end is."""
+    with advisory_lock("deploy", scope=scope, database_url=dsn) as lock:
+        assert judge.held() == {DEPLOY}
+        assert (lock.name, lock.id, lock.lost) == ("celery:deploy", DEPLOY, False)
+        assert current_lock() is lock
+        lock.check()
+    assert judge.held() == set()
+    assert current_lock() is None
+    with pytest.raises(ZeroDivisionError), advisory_lock("deploy", scope=scope, database_url=dsn):
+        1 / 0  # noqa: B018
+    assert judge.held() == set()
+
+
+def test_a_try_is_refused_at_once(dsn: str, judge: Judge, scope: str) -> None:
+    """`wait=0` tries once, and the text holds the name."""
+    judge.take(DEPLOY)
+    since = time.monotonic()
+    with (
+        pytest.raises(LockNotAcquired, match="celery:deploy"),
+        advisory_lock("deploy", scope=scope, database_url=dsn),
+    ):
+        pass
+    assert time.monotonic() - since < 1
+    judge.give_back()
+    assert current_lock() is None
+
+
+@pytest.mark.parametrize("wait", [0.4, timedelta(seconds=0.4)], ids=str)
+def test_seconds_are_waited(dsn: str, judge: Judge, scope: str, wait: float | timedelta) -> None:
+    """As many as were given, and the text tells how many they were."""
+    judge.take(DEPLOY)
+    since = time.monotonic()
+    with (
+        pytest.raises(LockNotAcquired, match=r"celery:deploy.*0\.[4-9]"),
+        advisory_lock("deploy", wait, scope=scope, database_url=dsn),
+    ):
+        pass
+    assert 0.4 <= time.monotonic() - since < 1.2
+    judge.give_back()
+
+
+@pytest.mark.parametrize("wait", [20, None])
+@pytest.mark.parametrize("mode", ["exclusive", "shared"])
+def test_a_name_that_becomes_free_is_taken(
+    dsn: str, judge: Judge, scope: str, wait: float | None, mode: str
+) -> None:
+    """In each mode, at once."""
+
+    def block() -> float:
+        with advisory_lock("deploy", wait, scope=scope, mode=mode, database_url=dsn):
+            return time.monotonic()
+
+    judge.take(DEPLOY)
+    future = in_thread(block)
+    wait_until_waiting(judge, 1, DEPLOY)
+    since = time.monotonic()
+    judge.give_back()
+    assert future.result(timeout=20) - since < 0.5
+
+
+def test_a_block_is_used_once(dsn: str, judge: Judge, scope: str) -> None:
+    """One handle for each acquisition: a second use could free what the first still holds."""
+    lock = advisory_lock("deploy", scope=scope, database_url=dsn)
+    with lock:
+        assert "held" in repr(lock)
+        with pytest.raises(TypeError, match="one block"), lock:
+            pass
+        assert judge.held() == {DEPLOY}
+    with pytest.raises(TypeError, match="one block"), lock:
+        pass
+    assert judge.held() == set()
+
+
+def test_blocks_of_many_threads_exclude_each_other(dsn: str, judge: Judge, way: str, scope: str) -> None:
+    """Two hundred entries of eight threads, one at a time, on one session where that carries them."""
+    if way != "owner":
+        pytest.skip("a process of many threads has an owner")
+    inside: list[int] = []
+    entries: list[int] = []
+
+    def press(number: int) -> None:
+        for _ in range(25):
+            with advisory_lock("deploy", 20, scope=scope, database_url=dsn):
+                inside.append(number)
+                entries.append(number)
+                assert inside == [number]
+                inside.remove(number)
+
+    for future in [in_thread(lambda n=n: press(n)) for n in range(8)]:
+        future.result(timeout=60)
+    assert len(entries) == 200
+    eventually(lambda: len(judge.sessions()) <= 1, "one session is left", within=2)
+
+
+def test_blocks_of_threads_collide_without_a_lock(way: str) -> None:
+    """The control."""
+    barrier = threading.Barrier(2, timeout=5)
+    for future in [in_thread(barrier.wait) for _ in range(2)]:
+        future.result(timeout=10)
+
+
+# Whose settings.
+
+
+def test_the_database_is_the_app_s(app: Celery, judge: Judge) -> None:
+    """And the namespace."""
+    app.conf.pglock_namespace = "shop"
+    with advisory_lock("deploy", app=app):
+        assert judge.held() == {id_of("shop:deploy")}
+
+
+def test_the_database_of_an_argument_wins(judge: Judge, dsn: str) -> None:
+    """An app elsewhere lends its namespace and no more."""
+    app = Celery("other", set_as_current=False)
+    app.conf.update(pglock_database_url="postgresql://nowhere.invalid/", pglock_namespace="shop")
+    with advisory_lock("deploy", app=app, database_url=dsn):
+        assert judge.held() == {id_of("shop:deploy")}
+
+
+def test_without_a_database_it_is_said_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock in a database that nobody named excludes nobody."""
+    monkeypatch.delenv("CELERY_PGLOCK_DATABASE_URL", raising=False)
+    with pytest.raises(ImproperlyConfigured, match="CELERY_PGLOCK_DATABASE_URL"):
+        advisory_lock("deploy", app=Celery("other", set_as_current=False))
+
+
+def test_disabled_locks_let_a_block_run(app: Celery, judge: Judge) -> None:
+    """As they let tasks run."""
+    app.conf.pglock_enabled = False
+    with advisory_lock("deploy", app=app) as lock:
+        assert judge.held() == set()
+        assert not lost(lock)
+
+
+def lost(lock: object) -> bool:
+    return bool(getattr(lock, "lost", False))
+
+
+def test_a_script_needs_no_app(dsn: str, judge: Judge, tmp_path: Path) -> None:
+    """The environment is enough, and the end of the script is the end of its lock and its session."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        from celery_pglock import advisory_lock
+        with advisory_lock("deploy"):
+            print("in", flush=True)
+            input()
+        print("out", flush=True)
+        """)
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", script],
+        cwd=tmp_path,
+        env={**os.environ, "CELERY_PGLOCK_DATABASE_URL": dsn},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout.readline() == "in\n"
+        assert judge.held() == {DEPLOY}
+        out, err = process.communicate("\n", timeout=20)
+    assert (out, err, process.returncode) == ("out\n", "", 0)
+    assert judge.held() == set()
+    assert judge.sessions() == []
+
+
+def test_a_server_that_is_not_there_is_no_conflict(way: str) -> None:
+    """It could not be asked."""
+    with (
+        pytest.raises(LockUnavailable),
+        advisory_lock("deploy", database_url="postgresql://127.0.0.1:1/none?connect_timeout=2"),
+    ):
+        pass
+
+
+# Lost.
+
+
+def test_a_loss_is_told(dsn: str, judge: Judge, scope: str) -> None:
+    """By `.lost` and `.check()` in the block, and by an error at its end."""
+    entered = False
+    with (  # noqa: PT012
+        pytest.raises(LockLost, match="celery:deploy"),
+        advisory_lock("deploy", scope=scope, database_url=dsn) as lock,
+    ):
+        judge.end(judge.holder(DEPLOY))
+        eventually(lambda: lock.lost, "the loss is not noticed", within=1)
+        with pytest.raises(LockLost):
+            lock.check()
+        entered = True
+    assert entered
+    with advisory_lock("deploy", scope=scope, database_url=dsn):
+        assert judge.held() == {DEPLOY}
+
+
+def test_a_block_s_own_error_is_not_hidden_by_a_loss(dsn: str, judge: Judge, scope: str) -> None:
+    """It comes first."""
+    with pytest.raises(ZeroDivisionError), advisory_lock("deploy", scope=scope, database_url=dsn) as lock:  # noqa: PT012
+        judge.end(judge.holder(DEPLOY))
+        eventually(lambda: lock.lost, "the loss is not noticed", within=1)
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.parametrize("wait", [0, 20])
+def test_a_loss_interrupts_a_block_that_wants_it(dsn: str, judge: Judge, scope: str, wait: float) -> None:
+    """On the main thread, in the middle of a sleep; without `abort` it sleeps on (the control)."""
+    for abort, seconds in ((True, 20.0), (False, 0.6)):
+        since = time.monotonic()
+        with (  # noqa: PT012
+            pytest.raises(LockLost),
+            advisory_lock("deploy", wait, scope=scope, abort=abort, database_url=dsn),
+        ):
+            pid = judge.holder(DEPLOY)
+            in_thread(lambda pid=pid: end(dsn, pid))
+            time.sleep(seconds)
+        assert time.monotonic() - since < 2 if abort else time.monotonic() - since >= 0.6
+        eventually(lambda: not judge.held(), "the lock is left", within=2)
+
+
+def end(dsn: str, pid: int) -> None:
+    time.sleep(0.1)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("SELECT pg_terminate_backend(%s)", [pid])
+
+
+# Ids as they are.
+
+
+@pytest.mark.parametrize("id", [LockId(77), LockId(-(2**63)), LockId(7, 7), LockId(-1, 2**31 - 1)], ids=repr)
+def test_another_program_takes_the_same_lock(dsn: str, judge: Judge, id: LockId, scope: str) -> None:
+    """Both key spaces, by plain SQL, in both directions."""
+    keys = ", ".join("%s::bigint" if len(id) == 1 else "%s::int" for _ in id)
+    with psycopg.connect(dsn, autocommit=True) as program:
+
+        def take() -> bool:
+            return program.execute(f"SELECT pg_try_advisory_lock({keys})", list(id)).fetchone()[0]
+
+        with advisory_lock(id, scope=scope, database_url=dsn):
+            assert not take()
+        assert take()
+        with pytest.raises(LockNotAcquired), advisory_lock(id, scope=scope, database_url=dsn):
+            pass
+        assert judge.held() == {id}
+
+
+def test_a_task_takes_the_lock_of_another_program(app: Celery, judge: Judge) -> None:
+    """By a callable `lock_key`, out of its arguments."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda n: LockId(9, n))
+    def f(n: int) -> list[LockId]:
+        return sorted(judge.held())
+
+    assert f.delay(5).result == [LockId(9, 5)]
+    judge.take(LockId(9, 5))
+    assert f.delay(5).result["pglock"] == "skipped"
+    assert f.delay(6).result == sorted([LockId(9, 5), LockId(9, 6)])
+    judge.give_back()
+    assert "outside" in str(f.delay(2**31).result)
+
+
+# Nested.
+
+
+def test_a_body_takes_other_names(app: Celery, judge: Judge, scope: str) -> None:
+    """They come and go, and its own stays."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: LockId(1), lock_scope=scope)
+    def f() -> bool:
+        outer = current_lock()
+        for inner_scope in ("session", "transaction"):
+            for wait in (0, 5):
+                with advisory_lock(LockId(2), wait, scope=inner_scope, app=app):
+                    assert judge.held() == {LockId(1), LockId(2)}
+                    assert current_lock() is not outer
+                assert judge.held() == {LockId(1)}
+                assert current_lock() is outer
+        return True
+
+    assert f.delay().result is True
+    assert judge.held() == set()
+
+
+@pytest.mark.parametrize("inner", ["session", "transaction"])
+def test_a_name_that_is_held_is_not_taken_twice(dsn: str, judge: Judge, scope: str, inner: str) -> None:
+    """And not freed early, however deep, whatever happens inside."""
+    with advisory_lock("deploy", scope=scope, database_url=dsn) as outer:
+        for _ in range(3):
+            with advisory_lock("deploy", 5, scope=inner, database_url=dsn) as lock:
+                assert lock is outer
+                with pytest.raises(ValueError), advisory_lock("deploy", database_url=dsn):  # noqa: PT011
+                    raise ValueError
+                assert judge.held() == {DEPLOY}
+            assert judge.held() == {DEPLOY}
+            assert len(judge.locks()) == 1
+    assert judge.held() == set()
+
+
+def test_a_reader_does_not_write_under_its_own_lock(dsn: str, judge: Judge) -> None:
+    """A shared hold is none that an exclusive block may run under: there may be other readers."""
+    with advisory_lock("deploy", mode="shared", database_url=dsn):
+        with psycopg.connect(dsn, autocommit=True) as reader:
+            reader.execute("SELECT pg_advisory_lock_shared(%s)", [DEPLOY[0]])
+            ran = False
+            with pytest.raises((LockNotAcquired, TypeError, ValueError)):  # noqa: SIM117
+                with advisory_lock("deploy", database_url=dsn):
+                    ran = True
+            assert not ran, "an exclusive block ran beside a reader"
+        assert judge.held() == {DEPLOY}
+    eventually(lambda: not judge.held(), "the lock is left", within=1)
+
+
+def test_a_writer_reads_under_its_own_lock(dsn: str, judge: Judge) -> None:
+    """The other way round is safe."""
+    with (
+        advisory_lock("deploy", database_url=dsn) as outer,
+        advisory_lock("deploy", mode="shared", database_url=dsn) as lock,
+    ):
+        assert lock is outer
+    assert judge.held() == set()
+
+
+def test_a_reading_task_does_not_run_a_writing_one_under_its_lock(app: Celery, judge: Judge) -> None:
+    """`apply()` inside a body runs under the body's lock only where that is as strong."""
+    options = {"base": AdvisoryLockedTask, "shared": False, "lock_name": "n", "lock_key": []}
+    ran: list[str] = []
+
+    @app.task(name="write", lock_on_conflict="raise", **options)
+    def write() -> None:
+        ran.append("write")
+
+    @app.task(name="read", lock_mode="shared", **options)
+    def read() -> None:
+        with psycopg.connect(app.conf.pglock_database_url, autocommit=True) as reader:
+            reader.execute("SELECT pg_advisory_lock_shared(%s)", [id_of("celery:n")[0]])
+            write.apply()
+
+    app.finalize()
+    read.delay()
+    assert ran == []
+    write.delay()
+    assert ran == ["write"]
+
+
+def test_many_names_are_left_in_any_order(dsn: str, judge: Judge) -> None:
+    """An `ExitStack` of them, some of which fail."""
+    judge.take(LockId(5))
+    with ExitStack() as stack:
+        for n in range(10):
+            with suppress(LockNotAcquired) if n == 5 else nullcontext():
+                stack.enter_context(advisory_lock(LockId(n), database_url=dsn))
+        assert judge.held() == {LockId(n) for n in range(10)}
+    assert judge.held() == {LockId(5)}
+    judge.give_back()
+
+
+def test_names_nest_across_threads_without_mixing(dsn: str, judge: Judge, way: str) -> None:
+    """A thread that is started inside of a block is not inside of it."""
+
+    def beside() -> None:
+        assert current_lock() is None
+        with advisory_lock("deploy", database_url=dsn):
+            pass
+
+    with advisory_lock("deploy", database_url=dsn), pytest.raises(LockNotAcquired):
+        in_thread(beside).result(timeout=20)
+
+
+def test_blocks_that_wait_for_each_other_end(dsn: str, judge: Judge, way: str) -> None:
+    """Two threads, each with what the other wants: both end when their time is up, and nothing is left."""
+    if way != "owner":
+        pytest.skip("with one session for each process the server sees it, and needs two processes")
+    barrier = threading.Barrier(2)
+
+    def cross(first: int, second: int) -> None:
+        with advisory_lock(LockId(first), database_url=dsn):
+            barrier.wait(timeout=10)
+            with advisory_lock(LockId(second), 1, database_url=dsn):
+                pass
+
+    since = time.monotonic()
+    futures = [in_thread(lambda pair=pair: cross(*pair)) for pair in ((1, 2), (2, 1))]
+    ends = [future.exception(timeout=20) for future in futures]
+    assert any(isinstance(error, LockNotAcquired) for error in ends)
+    assert all(error is None or isinstance(error, LockNotAcquired) for error in ends)
+    assert time.monotonic() - since < 3
+    eventually(lambda: not judge.held(), "a lock is left", within=2)

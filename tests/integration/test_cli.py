@@ -1,0 +1,284 @@
+"""`celery pglock run`: a command under a lock, its signals and its exit code, and no life without the lock."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from celery_pglock.locks.keys import id_of
+from integration.judge import Judge, eventually
+
+MIGRATE = id_of("celery:migrate")
+
+PROJECT = """
+import os
+from celery import Celery
+app = Celery("proj", broker="memory://")
+app.conf.pglock_database_url = os.environ["TEST_DSN"]
+"""
+
+Run = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run(dsn: str, tmp_path: Path, judge: Judge) -> Iterator[Run]:
+    """Start `celery -A proj pglock run ...`."""
+    (tmp_path / "proj.py").write_text(PROJECT)
+    processes = []
+
+    def run(*arguments: str, dsn: str = dsn) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "celery", "-A", "proj", "pglock", "run", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "TEST_DSN": dsn, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+    judge.sees_nothing_left()
+
+
+def ended(process: subprocess.Popen[str], timeout: float = 30) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout)
+    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+def python(code: str) -> list[str]:
+    return ["--", sys.executable, "-u", "-c", code]
+
+
+#: Says its id, and works until it is told to end.
+WORK = "import os, time; print(os.getpid()); time.sleep(60)"
+
+
+def started(process: subprocess.Popen[str]) -> int:
+    """Wait until the command runs, and return its process id."""
+    line = process.stdout.readline()
+    assert line, process.communicate()
+    return int(line)
+
+
+def alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def test_a_command_runs_under_the_lock(run: Run, judge: Judge) -> None:
+    """A second one meanwhile is refused with 75, and does not run."""
+    first = run("migrate", *python(WORK))
+    started(first)
+    assert judge.held() == {MIGRATE}
+    code, out, err = ended(run("migrate", *python("print('ran')")))
+    assert (code, out) == (os.EX_TEMPFAIL, "")
+    assert "celery:migrate" in err
+    first.send_signal(signal.SIGTERM)
+    assert ended(first)[0] == 128 + signal.SIGTERM
+    assert judge.held() == set()
+    # The control: with the name free it runs.
+    assert ended(run("migrate", *python("print('ran')")))[:2] == (0, "ran\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (python("raise SystemExit(3)"), 3),
+        (python("import os; os.kill(os.getpid(), 9)"), 128 + 9),
+        (["--", "/no/such/program"], 127),
+        (["--", "/etc/passwd"], 126),
+        (["true"], 0),
+    ],
+    ids=["exit", "killed", "not found", "no program", "without dashes"],
+)
+def test_the_exit_code_is_the_command_s(run: Run, command: list[str], code: int) -> None:
+    """Or what a shell would say of it."""
+    assert ended(run("migrate", *command))[0] == code
+
+
+def test_arguments_of_the_command_are_its_own(run: Run) -> None:
+    """Also those that look like ours."""
+    code = "import sys; print(sys.argv[1:])"
+    out = ended(run("migrate", "--wait", "1", *python(code), "--wait", "-x", "--help", "--"))[1]
+    assert out == "['--wait', '-x', '--help', '--']\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGQUIT"])
+def test_signals_are_passed_on(run: Run, judge: Judge, name: str) -> None:
+    """The command decides what they mean, and the lock lasts for as long as it does."""
+    code = (
+        "import os, signal, sys, time\n"
+        "def told(*_):\n    print('told')\n    time.sleep(0.3)\n    sys.exit(7)\n"
+        f"signal.signal(signal.{name}, told)\nprint(os.getpid())\ntime.sleep(60)"
+    )
+    process = run("migrate", *python(code))
+    started(process)
+    process.send_signal(getattr(signal, name))
+    assert process.stdout.readline() == "told\n"
+    assert judge.held() == {MIGRATE}
+    assert ended(process)[0] == 7
+
+
+def test_a_command_does_not_survive_its_runner(run: Run, judge: Judge) -> None:
+    """SIGKILL to the runner, which can do nothing any more: the kernel ends the command."""
+    process = run("migrate", *python(WORK))
+    pid = started(process)
+    process.kill()
+    eventually(lambda: not alive(pid), "the command runs on without its lock", within=2)
+    eventually(lambda: not judge.held(), "the lock is left", within=2)
+
+
+def test_children_of_a_command_do_not_survive_its_runner(run: Run, judge: Judge) -> None:
+    """A shell that started the real work is no way out."""
+    process = run("migrate", "--", "sh", "-c", f"{sys.executable} -u -c '{WORK}'; true")
+    pid = started(process)
+    try:
+        process.kill()
+        eventually(lambda: not alive(pid), "the work runs on without its lock", within=2)
+    finally:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_command_ends_when_its_lock_is_lost(run: Run, judge: Judge) -> None:
+    """It may tidy up, the runner says why, and 74 is no code of its own."""
+    process = run(
+        "migrate",
+        *python(
+            "import os, signal, sys, time\n"
+            "signal.signal(signal.SIGTERM, lambda *_: (print('tidy'), sys.exit(0)))\n"
+            "print(os.getpid())\ntime.sleep(60)"
+        ),
+    )
+    pid = started(process)
+    since = time.monotonic()
+    judge.end(judge.holder(MIGRATE))
+    code, out, err = ended(process)
+    assert time.monotonic() - since < 3
+    assert (code, out) == (os.EX_IOERR, "tidy\n")
+    assert "was lost" in err
+    assert not alive(pid)
+
+
+def test_children_of_a_command_end_when_its_lock_is_lost(run: Run, judge: Judge) -> None:
+    """The shell alone is not the work."""
+    process = run("migrate", "--", "sh", "-c", f"{sys.executable} -u -c '{WORK}'; true")
+    pid = started(process)
+    try:
+        judge.end(judge.holder(MIGRATE))
+        eventually(lambda: not alive(pid), "the work runs on without its lock", within=8)
+    finally:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_stubborn_command_is_killed_when_its_lock_is_lost(run: Run, judge: Judge) -> None:
+    """After some seconds in which it may tidy up."""
+    process = run(
+        "migrate",
+        *python(
+            "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+            "print(os.getpid())\ntime.sleep(60)"
+        ),
+    )
+    pid = started(process)
+    judge.end(judge.holder(MIGRATE))
+    assert ended(process)[0] == os.EX_IOERR
+    assert not alive(pid)
+
+
+def test_seconds_are_waited(run: Run, judge: Judge) -> None:
+    """`--wait` bounds the wait, a negative one does not."""
+    judge.take(MIGRATE)
+    since = time.monotonic()
+    assert ended(run("migrate", "--wait", "0.5", *python("print('ran')")))[:2] == (os.EX_TEMPFAIL, "")
+    assert time.monotonic() - since >= 0.5
+    waits = [run("migrate", "--wait", seconds, *python("print('ran')")) for seconds in ("-1", "20")]
+    eventually(lambda: len(waiting_pids(judge)) == 2, "both wait", within=20)
+    judge.give_back()
+    for process in waits:
+        assert ended(process)[:2] == (0, "ran\n")
+
+
+def waiting_pids(judge: Judge) -> list[int]:
+    rows = judge.observer.execute("SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+    return [pid for (pid,) in rows]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_runner_that_waits_can_be_stopped(run: Run, judge: Judge, name: str) -> None:
+    """It leaves the queue, and the command never runs."""
+    judge.take(MIGRATE)
+    process = run("migrate", "--wait", "60", *python("print('ran')"))
+    eventually(lambda: waiting_pids(judge), "it waits", within=20)
+    process.send_signal(getattr(signal, name))
+    code, out, _ = ended(process)
+    assert code != 0
+    assert out == ""
+    eventually(lambda: not waiting_pids(judge), "a zombie waits", within=2)
+
+
+def test_readers_share_and_n_are_let_in(run: Run, judge: Judge) -> None:
+    """`--shared` beside `--shared`, and `--limit` so many."""
+    first = run("migrate", "--shared", *python(WORK))
+    started(first)
+    assert ended(run("migrate", "--shared", *python("print('ran')")))[:2] == (0, "ran\n")
+    assert ended(run("migrate", *python("print('ran')")))[0] == os.EX_TEMPFAIL
+    limited = [run("limited", "--limit", "2", *python(WORK)) for _ in range(2)]
+    for process in limited:
+        started(process)
+    assert ended(run("limited", "--limit", "2", *python("print('ran')")))[0] == os.EX_TEMPFAIL
+    assert len(judge.held()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["migrate", "--limit", "2", "--shared", "true"], os.EX_CONFIG),
+        (["migrate", "--limit", "0", "true"], 2),
+        (["migrate"], 2),
+        (["", "true"], None),
+    ],
+    ids=["pair", "no limit", "no command", "no name"],
+)
+def test_what_can_not_work_is_told(run: Run, arguments: list[str], code: int | None) -> None:
+    """In words, and before anything runs."""
+    got, out, err = ended(run(*arguments))
+    assert got == code if code is not None else got != 0
+    assert out == ""
+    assert err
+
+
+def test_a_server_that_is_not_there_is_told(run: Run) -> None:
+    """69, which is no conflict, and the command does not run."""
+    code, out, err = ended(
+        run("migrate", *python("print('ran')"), dsn="postgresql://127.0.0.1:1/none?connect_timeout=2")
+    )
+    assert (code, out) == (os.EX_UNAVAILABLE, "")
+    assert "could not be asked" in err
+
+
+def test_a_command_has_no_part_in_the_lock(run: Run, judge: Judge) -> None:
+    """What it leaves behind in the background keeps nothing alive."""
+    process = run("migrate", "--", "sh", "-c", "sleep 3 >/dev/null 2>&1 & echo $$")
+    assert process.stdout.readline()
+    assert ended(process)[0] == 0
+    assert judge.held() == set()
