@@ -1,0 +1,330 @@
+"""Every way to hold a lock, in real workers of every pool, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import psycopg
+import pytest
+
+from celery_pglock import LockNotAcquired
+from faults.conftest import FleetMaker
+from faults.fleet import Fleet, Worker
+from faults.history import Run
+from faults.judge import holders, sessions, wait_free, wait_no_locks
+from localservers import PgBouncer
+
+WAITING = """
+    SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+
+
+def waiting(observer: psycopg.Connection) -> int:
+    """How many wait in PostgreSQL's queues."""
+    return observer.execute(WAITING).fetchone()[0]
+
+
+def at_once(runs: list[Run]) -> int:
+    """How many of these bodies were alive at one time."""
+    return max((sum(1 for b in runs if b.started <= a.started < b.last_seen) for a in runs), default=0)
+
+
+def start(fleet: Fleet, pool: str, concurrency: int) -> Worker:
+    return fleet.worker(pool, concurrency, app="faults.modes")
+
+
+# Waiting.
+
+
+def test_waiters_take_turns_in_order_and_without_a_pause(fleet: Fleet, observer: psycopg.Connection) -> None:
+    """Fifty bodies of 100 ms: other tasks go on beside them, and what the waits took is given back."""
+    workers = [start(fleet, pool, 30) for pool in ("threads", "gevent")]
+    fleet.send("wait", "a", gate="go")
+    holder = fleet.running("a")
+    ids = []
+    for number in range(50):
+        ids.append(fleet.send("wait", "a", 0.1).id)
+        fleet.wait(lambda n=number: waiting(observer) == n + 1, "one more waiter")
+    # Whichever worker takes it has a session for its other tasks.
+    for _ in range(4):
+        assert fleet.send("skip", "beside").get(timeout=10) == "beside"
+    assert len(sessions(observer)) <= 50 + len(workers)
+    fleet.open("go")
+    fleet.wait(lambda: sum(1 for run in fleet.history.runs("a") if run.ended) == 51, "all of them", 60)
+    runs = [run for run in fleet.history.runs("a") if run.run != holder.run]
+    ended = next(run.ended for run in fleet.history.runs("a") if run.run == holder.run)
+    assert [run.task_id for run in sorted(runs, key=lambda run: run.started)] == ids
+    took = max(run.ended for run in runs) - ended
+    work = sum(run.ended - run.started for run in runs)
+    print(f"50 bodies of {work:.2f} s took {took:.2f} s: {took / work:.3f}")
+    assert took <= 1.15 * work
+    assert not fleet.history.overlaps()
+    fleet.wait(lambda: len(sessions(observer)) <= len(workers), "the sessions of the waits are given back")
+
+
+@pytest.mark.parametrize("task", ["wait", "wait_in_transaction"])
+def test_a_wait_that_is_interrupted_leaves_nothing(
+    fleet: Fleet, observer: psycopg.Connection, task: str
+) -> None:
+    """By a soft limit, by a revoke, by the end of the process: neither a lock nor a waiter."""
+    start(fleet, "prefork", 2)
+    fleet.send("skip", "a", gate="go")
+    fleet.running("a")
+
+    def waiter(**options: float) -> object:
+        result = fleet.signature(task, "a").apply_async(**options)
+        fleet.wait(lambda: waiting(observer) == 1, "it waits")
+        return result
+
+    def gone() -> None:
+        fleet.wait(lambda: waiting(observer) == 0, "no zombie waits", 3)
+        assert len(holders(observer, "a")) == 1
+
+    result = waiter(soft_time_limit=1)
+    with pytest.raises(Exception, match="SoftTimeLimit"):
+        result.get(timeout=10)
+    gone()
+    for signum in ("SIGTERM", "SIGKILL"):
+        waiter().revoke(terminate=True, signal=signum)
+        gone()
+    result = waiter()
+    fleet.open("go")
+    assert result.get(timeout=20) == "a"
+    wait_no_locks(observer)
+
+
+def test_a_wait_that_is_over_fails(fleet: Fleet, observer: psycopg.Connection) -> None:
+    """As `LockNotAcquired`, in time."""
+    start(fleet, "prefork", 2)
+    fleet.send("skip", "a", gate="go")
+    fleet.running("a")
+    since = time.monotonic()
+    with pytest.raises(LockNotAcquired, match="celery:shop:a"):
+        fleet.send("wait_briefly", "a").get(timeout=10)
+    assert 0.9 < time.monotonic() - since < 4
+    assert waiting(observer) == 0
+    fleet.open("go")
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_a_worker_that_stops_leaves_no_waiter(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+    """Warm it serves its waiters first, cold and killed it leaves the queue."""
+    start(fleet, "solo", 1)
+    fleet.send("skip", "a", gate="go")
+    fleet.running("a")
+    for how in (signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM):
+        worker = start(fleet, pool, 2)
+        fleet.send("wait", "a")
+        fleet.wait(lambda: waiting(observer) == 1, "it waits")
+        worker.signal(how)
+        if how is signal.SIGTERM:
+            fleet.open("go")
+        worker.wait_ended()
+        fleet.wait(lambda: waiting(observer) == 0, f"{how.name}: no zombie waits", 3)
+    assert len(fleet.history.runs("a")) == 2
+    wait_free(observer, "a")
+
+
+# Storms.
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_no_mode_admits_more_than_it_says(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+    """Waiters, readers and writers, three at once: with processes killed in the middle of it."""
+    workers = [start(fleet, pool, 6) for _ in range(2)]
+    storm(fleet)
+    for n in range(3):
+        runs = fleet.wait(lambda: [r for r in fleet.history.runs() if r.ended is None], "a body")
+        if pool == "prefork":
+            os.kill(random.choice(runs).pid, signal.SIGKILL)
+        elif n < 2:
+            workers[n].kill()
+            workers.append(start(fleet, pool, 6))
+    storm(fleet)
+    fleet.wait(lambda: is_quiet(fleet, workers), "the end of the storm", 60)
+    exclusive, limited = judged(fleet)
+    assert exclusive == []
+    assert limited == 3
+    wait_no_locks(observer, timeout=5)
+
+
+def test_all_modes_are_exceeded_without_locks(make_fleet: FleetMaker) -> None:
+    """The control: the same storm with the locks off."""
+    fleet = make_fleet(pglock_enabled=False)
+    workers = [start(fleet, "threads", 6) for _ in range(2)]
+    storm(fleet)
+    fleet.wait(lambda: is_quiet(fleet, workers), "the end of the storm", 60)
+    exclusive, limited = judged(fleet)
+    assert exclusive
+    assert limited > 3
+
+
+def storm(fleet: Fleet) -> None:
+    messages = [
+        *[("wait", "a")] * 6,
+        *[("wait_in_transaction", "a")] * 4,
+        *[("read", "rw")] * 6,
+        *[("wait", "rw")] * 3,
+        *[("three", "t")] * 10,
+    ]
+    random.shuffle(messages)
+    for task, name in messages:
+        fleet.send(task, name, 0.15)
+
+
+def is_quiet(fleet: Fleet, workers: list[Worker]) -> bool:
+    """Whether no body has begun or ended for a second and a half: retries come within one."""
+    events = fleet.history.events()
+    return bool(events) and time.monotonic() - max(event["at"] for event in events) > 2.5
+
+
+def judged(fleet: Fleet) -> tuple[list[tuple[Run, Run]], int]:
+    """The pairs of bodies that should not have met, and how many of three met at once."""
+    wrong = [
+        (one, other)
+        for one, other in fleet.history.overlaps()
+        if one.name != "t" and not (one.task == other.task == "read")
+    ]
+    return wrong, at_once(fleet.history.runs("t"))
+
+
+# A minimum hold.
+
+
+def test_an_execution_s_own_retry_does_not_meet_its_minimum_hold(fleet: Fleet) -> None:
+    """The same execution goes on; the next task of a chain under its name is another one."""
+    start(fleet, "prefork", 2)
+    assert fleet.send("kept_retries", "a").get(timeout=15) == 2
+    assert fleet.send("kept_retries", "a", 0).get(timeout=15)["pglock"] == "skipped"
+    both = (fleet.signature("kept", "b") | fleet.signature("kept", "b", immutable=True)).apply_async()
+    assert both.get(timeout=15)["pglock"] == "skipped"
+    assert len(fleet.history.runs("b")) == 1
+
+
+def test_a_killed_process_frees_its_minimum_holds(fleet: Fleet, observer: psycopg.Connection) -> None:
+    """Nobody is left to keep them."""
+    worker = start(fleet, "threads", 2)
+    assert fleet.send("kept", "a").get(timeout=10) == "a"
+    assert fleet.send("kept", "a").get(timeout=10)["pglock"] == "skipped"
+    worker.kill()
+    wait_no_locks(observer)
+    start(fleet, "solo", 1)
+    assert fleet.send("kept", "a").get(timeout=10) == "a"
+
+
+# Two that wait for each other.
+
+
+@pytest.mark.parametrize("pool", ["prefork", "solo", "threads"])
+def test_bodies_that_wait_for_each_other_end(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
+    """Where hold and wait are one session the server ends one in a second, elsewhere their bound does."""
+    for _ in range(2 if pool == "solo" else 1):
+        start(fleet, pool, 2)
+    server_sees_it = pool != "threads"
+    wait = 20 if server_sees_it else 2
+    results = [fleet.send("crosses", *names, wait) for names in (("a", "b"), ("b", "a"))]
+    fleet.wait(lambda: waiting(observer) == 2, "both wait")
+    since = time.monotonic()
+    fleet.wait(lambda: all(result.ready() for result in results), "both end", 15)
+    took = time.monotonic() - since
+    states = sorted(result.state for result in results)
+    errors = [str(result.result) for result in results if result.state == "FAILURE"]
+    print(f"{pool}: {took:.1f} s, {errors}")
+    if server_sees_it:
+        assert states == ["FAILURE", "SUCCESS"]
+        assert "deadlock" in errors[0]
+        assert took < 3
+    else:
+        assert "FAILURE" in states
+        assert took < 6
+    wait_no_locks(observer)
+
+
+# Transactions.
+
+
+def test_transactions_exclude_behind_a_pooler(
+    make_fleet: FleetMaker, pgbouncer: PgBouncer, dbname: str, observer: psycopg.Connection
+) -> None:
+    """Sixteen transfers by two workers through PgBouncer in transaction mode: none is lost."""
+    observer.execute("CREATE TABLE account (name text PRIMARY KEY, balance int)")
+    observer.execute("INSERT INTO account VALUES ('a', 0)")
+    fleet = make_fleet(pglock_database_url=pgbouncer.url(dbname))
+    for _ in range(2):
+        fleet.worker("prefork", 2, app="faults.pooled")
+    results = [fleet.send("transfer", "a", 1) for _ in range(16)]
+    for result in results:
+        result.get(timeout=30)
+    assert observer.execute("SELECT balance FROM account").fetchone() == (16,)
+    assert not fleet.history.overlaps()
+    assert len({run.pid for run in fleet.history.runs("a")}) >= 3
+    wait_no_locks(observer)
+    with psycopg.connect(pgbouncer.url(dbname), autocommit=True, prepare_threshold=None) as client:
+        assert client.execute("SELECT count(*) FROM pg_prepared_statements").fetchone() == (0,)
+        changed = client.execute(
+            "SELECT name FROM pg_settings WHERE source = 'session' AND name LIKE '%%timeout%%'"
+        ).fetchall()
+        assert changed == []
+
+
+def test_a_commit_that_fails_is_not_tried_again(fleet: Fleet, observer: psycopg.Connection) -> None:
+    """`lock_on_lost="retry"` is for lost locks, and this one was not."""
+    observer.execute("CREATE TABLE once (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+    start(fleet, "prefork", 1)
+    with pytest.raises(Exception, match="duplicate key"):
+        fleet.send("fails_at_its_commit", "a").get(timeout=10)
+    assert len(fleet.history.runs("a")) == 1
+    assert observer.execute("SELECT count(*) FROM once").fetchone() == (0,)
+
+
+def test_a_redelivered_transaction_that_is_done_does_not_run_again(make_fleet: FleetMaker) -> None:
+    """The result backend knows."""
+    fleet = make_fleet(broker_transport_options={"visibility_timeout": 1})
+    start(fleet, "threads", 2)
+    result = fleet.send("late_in_transaction", "a", 2.0)
+    fleet.running("a")
+
+    def received_twice() -> bool:
+        fleet.redeliver()
+        return len([e for e in fleet.history.events("received") if e["id"] == result.id]) >= 2
+
+    fleet.wait(received_twice, "a second delivery")
+    assert result.get(timeout=10) == "a"
+    fleet.wait(fleet.drained, "an empty queue")
+    assert len(fleet.history.runs("a")) == 1
+
+
+def test_the_consumer_of_a_prefork_worker_has_no_session(fleet: Fleet, observer: psycopg.Connection) -> None:
+    """What it asked at its start is closed before the first fork."""
+    worker = start(fleet, "prefork", 2)
+    assert fleet.send("late_in_transaction", "a").get(timeout=10) == "a"
+    assert worker.pid not in sessions(observer)
+    assert set(sessions(observer)) <= set(worker.children())
+
+
+@pytest.fixture
+def held(fleet: Fleet) -> Callable[[], None]:
+    """A name that is held by a worker of its own."""
+    start(fleet, "solo", 1)
+    fleet.send("skip", "a", gate="go")
+    fleet.running("a")
+    return lambda: fleet.open("go")
+
+
+def test_one_runs_and_one_waits(fleet: Fleet, held: Callable[[], None], observer: psycopg.Connection) -> None:
+    """With `lock_max_waiters=1` later ones are skipped, in whatever process they are."""
+    start(fleet, "prefork", 3)
+    start(fleet, "threads", 3)
+    results = [fleet.send("one_waits", "a") for _ in range(8)]
+    fleet.wait(lambda: sum(result.ready() for result in results) == 7, "seven are skipped")
+    assert waiting(observer) == 1
+    held()
+    fleet.wait(lambda: all(result.ready() for result in results), "the one that waited")
+    values = [result.get(timeout=10) for result in results]
+    assert len([value for value in values if value == "a"]) == 1
+    wait_no_locks(observer)
