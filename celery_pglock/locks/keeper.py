@@ -125,16 +125,20 @@ class Keeper:
         One with a minimum hold stays taken until that is over, unless it is not to linger. Does nothing for
         what is not held.
         """
-        if hold.status is not hold.Status.HELD:
+        if hold.status is hold.Status.RELEASED:
             return
-        if linger and hold.seconds_held < hold.min_hold:
-            self._lingering.append((time.monotonic() + hold.min_hold - hold.seconds_held, hold))
-            hold._released()
-            self._watch.wake()
-            return
-        self._ask(Release(hold))
+        if hold.status is hold.Status.HELD:
+            if linger and hold.seconds_held < hold.min_hold:
+                self._linger(hold)
+                return
+            self._ask(Release(hold))
         if not self._shared:
             self.retire()
+
+    def _linger(self, hold: Hold) -> None:
+        self._lingering.append((time.monotonic() + hold.min_hold - hold.seconds_held, hold))
+        hold._released()
+        self._watch.wake()
 
     def release_kept(self, hold: Hold) -> None:
         """Release a hold and keep the session for the next one."""

@@ -149,8 +149,8 @@ class Leader:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process leads, as far as is known by now."""
-        return self._candidate.leads
+        """Whether this process leads, as far as is known by now. Not any more once it is told to stop."""
+        return self._candidate.leads and not self._stopped.is_set()
 
     def start(self) -> None:
         """Begin to campaign. Raises `TypeError` on a second start."""

@@ -57,6 +57,8 @@ class Watch:
 
     def stop(self) -> None:
         """Watch no longer."""
+        if self._stopped:
+            return
         self._stopped = True
         if self._thread is None:
             self.close()
