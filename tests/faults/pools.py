@@ -21,12 +21,13 @@ POOLS = {"prefork": 4, "gevent": 4, "threads": 4, "solo": 1}
 class MixedFleet:
     """Workers by the name of their pool, and a session that observes."""
 
-    def __init__(self, fleet: Fleet, server: PostgreSQL, dbname: str, sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, fleet: Fleet, server: PostgreSQL, dbname: str, sizes: Mapping[str, int], app: str
+    ) -> None:
         self.fleet, self.sizes = fleet, sizes
         self.observer = psycopg.connect(server.url(dbname), autocommit=True, application_name="observer")
         self.workers: dict[str, Worker] = {
-            pool: fleet.worker(pool, size, "-Q", pool, app="faults.bodies", ready=False)
-            for pool, size in sizes.items()
+            pool: fleet.worker(pool, size, "-Q", pool, app=app, ready=False) for pool, size in sizes.items()
         }
         for worker in self.workers.values():
             worker.wait_ready(60)
@@ -42,6 +43,7 @@ def mixed_fleet(
     sizes: Mapping[str, int] = POOLS,
     *,
     port: int | None = None,
+    app: str = "faults.bodies",
     **conf: object,
 ) -> Iterator[MixedFleet]:
     """Start one; ``port`` is that of whatever stands before the server."""
@@ -52,7 +54,7 @@ def mixed_fleet(
         fleet = Fleet(folder, redis.url(0), redis.url(1), url, **conf)
         mixed = None
         try:
-            mixed = MixedFleet(fleet, server, dbname, sizes)
+            mixed = MixedFleet(fleet, server, dbname, sizes, app)
             yield mixed
         finally:
             fleet.close()
