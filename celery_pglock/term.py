@@ -12,7 +12,6 @@ of these three, and of nothing else:
 
 from __future__ import annotations
 
-import copy
 import logging
 import shelve
 import time
@@ -180,7 +179,9 @@ class Term:
 
 def with_slot(entry: Any, slot: datetime, ledger: Ledger | None) -> Any:
     """An entry for one send, whose message says which slot it is. The scheduler's own stays as it is."""
-    sent = copy.copy(entry)
+    # Not copy.copy(), for which entries leave out what they can't pickle.
+    sent = object.__new__(type(entry))
+    vars(sent).update(vars(entry))
     header = {"entry": entry.name, "due": slot.isoformat()}
     if ledger is not None:
         header["schedule"] = ledger.schedule

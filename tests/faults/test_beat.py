@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +18,8 @@ import pytest
 from celery import Celery
 
 from faults.beats import Beat, Beats, counts, missing
-from faults.fleet import flush, wait_for
+from faults.fleet import TESTS, flush, wait_for
+from faults.proxy import Proxy
 from localservers import Redis
 
 _databases = itertools.cycle(range(16))
@@ -225,3 +229,127 @@ def test_a_second_message_of_a_slot_does_not_run(
     wait_for(lambda: sum(map(worker.text().count, ends)) == 2, worker.text, 20)
     worker.stop()
     assert len((beats.folder / "runs").read_text().splitlines()) == runs
+
+
+# Other schedulers, other ways to start one.
+
+
+def test_a_user_s_own_scheduler_is_built_by_the_leader_alone(make_beats: BeatsMaker) -> None:
+    beats = make_beats(pglock_beat_scheduler="faults.clock:InMemory")
+    first = beats.start_leader()
+    second = beats.start_follower()
+    beats.reader.wait(3)
+    assert (first.text().count("built in"), second.text().count("built in")) == (1, 0)
+    first.kill()
+    beats.reader.wait(9, since=second.wait_leading())
+    assert second.text().count("built in") == 1
+    assert not missing(beats.reader.sends)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_beats_inside_of_workers(beats: Beats, pool: str) -> None:
+    """A process of its own in prefork, a thread in the others. The workers read another queue."""
+    command = ("worker", "-B", "--scheduler", "pglock", "-P", pool, "-c", "1", "-Q", "other")
+    first = beats.start_leader(command=command)
+    second = beats.start_follower(command=command)
+    sends = beats.reader.wait(9, since=time.time())
+    assert set(counts(sends).values()) == {1}
+    # The whole node: a beat outlives the worker that started it, and goes on leading.
+    os.killpg(first.pid, signal.SIGKILL)
+    beats.reader.wait(9, since=second.wait_leading())
+    assert not missing(beats.reader.sends)
+    assert max(counts(beats.reader.sends).values()) <= 2
+    assert second.stop() == 0
+
+
+@pytest.fixture
+def django_beats(make_beats: BeatsMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beats:
+    """Beats whose schedule lies in the tables of django-celery-beat."""
+    pytest.importorskip("django_celery_beat")
+    settings = {
+        "INSTALLED_APPS": ["django_celery_beat"],
+        "DATABASES": {
+            "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "schedule.sqlite")}
+        },
+        "USE_TZ": True,
+    }
+    monkeypatch.setenv("FLEET_DJANGO", json.dumps(settings))
+    in_django(tmp_path, "from django.core.management import call_command; call_command('migrate')")
+    return make_beats(
+        pglock_beat_scheduler="django_celery_beat.schedulers:DatabaseScheduler",
+        beat_schedule={name: {"task": "note", "schedule": 1.0} for name in ("a", "b")},
+    )
+
+
+def in_django(folder: Path, code: str) -> str:
+    """Run some lines in a project of django-celery-beat."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "FLEET_CONF": "{}", "FLEET_FOLDER": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", f"import faults.clock\n{code}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_django_celery_beat(django_beats: Beats, tmp_path: Path) -> None:
+    """A takeover loses nothing of an interval and sends a clocked task once; a change is seen."""
+    beats = django_beats
+    first = beats.start_leader()
+    second = beats.start_follower()
+    beats.reader.wait(2)
+    in_django(
+        tmp_path,
+        """
+import datetime
+from django_celery_beat.models import ClockedSchedule, PeriodicTask
+moment = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=2)
+clocked = ClockedSchedule.objects.create(clocked_time=moment)
+PeriodicTask.objects.create(name="once", task="note", clocked=clocked, one_off=True)
+""",
+    )
+    wait_for(lambda: [each for each in beats.reader.sends if each.entry == "once"], first.text, 15)
+    beats.reader.wait(2, since=time.time())
+    first.kill()
+    beats.reader.wait(12, since=second.wait_leading())
+    assert not missing([each for each in beats.reader.sends if each.entry != "once"])
+    sent = counts(beats.reader.sends)
+    assert max(sent.values()) <= 2
+    assert [count for (entry, _), count in sent.items() if entry == "once"] == [1]
+    stored = in_django(
+        tmp_path,
+        "from django_celery_beat.models import PeriodicTask\n"
+        "print(PeriodicTask.objects.get(name='a').total_run_count, "
+        "PeriodicTask.objects.get(name='once').enabled)",
+    )
+    runs, enabled = stored.split()
+    assert int(runs) >= len([each for each in beats.reader.sends if each.entry == "a"]) - 2
+    assert enabled == "False"
+
+
+def test_a_leader_whose_publishing_hangs_loses_its_lock(make_beats: BeatsMaker, redis: Redis) -> None:
+    """Its watch is alive and well: only what it sends counts."""
+    beats = make_beats()
+    with Proxy(redis.port) as proxy:
+        far = beats.broker.replace(f":{redis.port}", f":{proxy.port}")
+        first = beats.start_leader(broker_url=far)
+        second = beats.start_follower()
+        beats.reader.wait(3)
+        proxy.stall()
+        hung = time.time()
+        took = second.wait_leading(15) - hung
+        assert took < 13
+        beats.reader.wait(30, since=hung)
+        wait_for(lambda: "its publishing hung, and was stopped" in first.text(), first.text)
+        assert not first.leads()
+        assert not missing(beats.reader.sends)
+        before = len(beats.reader.sends)
+        proxy.resume()
+        beats.reader.wait(6, since=time.time())
+        sent = counts(beats.reader.sends)
+        # What lay in the network when it stood still: nobody can call it back.
+        assert sum(count - 1 for count in sent.values()) <= 9, before
+        assert max(sent.values()) <= 2
