@@ -7,7 +7,8 @@ from typing import Any
 
 from celery_pglock import AdvisoryLockedTask, advisory_lock
 
-from .shop import FOLDER, LATE, app, history, locked
+from .shop import LATE, app, locked
+from .work import FOLDER, history
 
 __all__ = ["app"]
 
