@@ -17,7 +17,7 @@ ifneq ($(shell mkdir -p "$${UV_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/uv}/
 export UV_CACHE_DIR := $(CURDIR)/.venv/cache
 endif
 
-.PHONY: test demo bench lint types format clean
+.PHONY: test demo bench chaos lint types format clean
 
 test: .venv/installed
 	$(BIN)/pytest $(ARGS)
@@ -25,7 +25,7 @@ test: .venv/installed
 demo: .venv/installed
 	@PYTHONPATH=tools:. $(BIN)/python -m example_project $(ARGS)
 
-bench: .venv/installed
+bench: .venv/bench .venv/installed
 	PYTHONPATH=tools:. $(BIN)/python -m benchmarks $(ARGS)
 
 lint: .venv/lint
@@ -49,7 +49,7 @@ clean:
 	$(INSTALL) --reinstall-package celery-pglock .venv/dist/*.whl
 	@touch $@
 
-.venv/test .venv/lint: .venv/%: $(UV) pyproject.toml
+.venv/test .venv/bench .venv/lint: .venv/%: $(UV) pyproject.toml
 	$(INSTALL) --group $*
 	@touch $@
 

@@ -124,9 +124,9 @@ def finished_before(task: AdvisoryLockedTask, request: Context, attempts: Attemp
     Only a persistent result backend knows; without one a redelivered task runs again. Must be asked with
     the execution's identity held: before that, the first may be storing its result right now.
     """
-    redelivered = attempts.copies or (request.delivery_info or {}).get("redelivered")
+    if not attempts.copies and not (request.delivery_info or {}).get("redelivered"):
+        return False
     backend = task.backend
-    nobody_knows = isinstance(backend, DisabledBackend) or not backend.persistent
-    if not redelivered or nobody_knows or ignores_result(task, request):
+    if isinstance(backend, DisabledBackend) or not backend.persistent or ignores_result(task, request):
         return False
     return backend.get_state(request.id or "") in states.READY_STATES

@@ -78,7 +78,8 @@ def id_of(name: str) -> LockId:
         digest = hashlib.sha256(name.encode()).digest()
     except UnicodeEncodeError as exc:
         raise LockKeyError(f"the lock's name is no valid Unicode text: {exc.reason}") from None
-    return LockId(int.from_bytes(digest[:8], "big", signed=True))
+    # Eight signed bytes need no look at their range.
+    return tuple.__new__(LockId, (int.from_bytes(digest[:8], "big", signed=True),))
 
 
 def full_name(namespace: str, lock_name: str, rendered: str | None) -> str:
@@ -278,6 +279,8 @@ def quote(text: str, punctuation: str) -> str:
 
 def text_of(value: Any, label: str) -> str:
     """Render one value: the same text before and after a trip through the message serializer."""
+    if type(value) is str or type(value) is int:
+        return str(value)
     plain = plain_of(value, label)
     if isinstance(plain, str):
         return plain

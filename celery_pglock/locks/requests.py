@@ -109,6 +109,9 @@ def batches(requests: Sequence[Request]) -> Iterator[list[Request]]:
 
     Two questions for one name don't go together: what the second may ask depends on the first one's answer.
     """
+    if len(requests) == 1:
+        yield list(requests)
+        return
     batch: list[Request] = []
     names: set[LockId] = set()
     for request in requests:

@@ -32,6 +32,7 @@ __all__ = [
     "disown",
     "is_broken",
     "query",
+    "query_prepared",
     "reason_of",
     "refusal_of",
     "session_settings",
@@ -52,6 +53,9 @@ ROLE_LIMITS = (
     "idle_in_transaction_session_timeout",
     "transaction_timeout",
 )
+
+#: A session's statements are few: these are for those that come with every task.
+MOST_PREPARED = 16
 
 #: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
 PROOF_SUBSYSTEM = 0x70676C6B
@@ -148,9 +152,35 @@ def query(connection: Connection, statement: str) -> list[list[bytes | None]]:
 
     The steps of a psycopg cursor without the cursor, which costs as much as the round trip.
     """
-    pgconn = connection.pgconn
-    pgconn.send_query(statement.encode())
-    result = connection.wait(execute(pgconn))[-1]
+    connection.pgconn.send_query(statement.encode())
+    return rows_of(connection)
+
+
+def query_prepared(
+    connection: Connection, statement: str, prepared: dict[str, bytes]
+) -> list[list[bytes | None]]:
+    """Send a statement that only its quoted literals tell from others: those are parsed and planned once.
+
+    ``prepared`` belongs to the connection, and is bounded.
+    """
+    parts = statement.split("'")
+    template = "'".join(parts[::2])
+    name = prepared.get(template)
+    if name is None:
+        if len(prepared) >= MOST_PREPARED:
+            return query(connection, statement)
+        name = b"pglock%d" % len(prepared)
+        numbered = "".join(f"{part}${n}" for n, part in enumerate(parts[:-1:2], 1)) + parts[-1]
+        connection.pgconn.send_prepare(name, numbered.encode())
+        rows_of(connection)
+        prepared[template] = name
+    connection.pgconn.send_query_prepared(name, [literal.encode() for literal in parts[1::2]])
+    return rows_of(connection)
+
+
+def rows_of(connection: Connection) -> list[list[bytes | None]]:
+    """Wait for the answer to what was sent. Raises the driver's error for one of the server's."""
+    result = connection.wait(execute(connection.pgconn))[-1]
     if result.status not in (psycopg.pq.ExecStatus.TUPLES_OK, psycopg.pq.ExecStatus.COMMAND_OK):
         raise psycopg.errors.error_from_result(result)
     columns = range(result.nfields)

@@ -1,6 +1,7 @@
 """The SQL of session locks: expressions, one for each question, and how their values read.
 
-They hold literal numbers and no parameters: nothing is prepared on the server, which poolers would lose.
+Ids are written as quoted literals: so a statement can be sent as it is, behind every pooler, or taken apart
+into its text and its values, for a session that prepares it.
 """
 
 from __future__ import annotations

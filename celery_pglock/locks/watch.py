@@ -45,7 +45,7 @@ class Watch:
     def look_at(self, socket: int | None) -> None:
         """Watch this socket from now on, and no other."""
         self._socket = socket
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._serve, name="pglock-watch", daemon=True)
             self._thread.start()
         self.wake()
