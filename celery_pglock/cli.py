@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 import click
@@ -28,10 +28,8 @@ GRACE = 5.0
 #: Seconds between two looks at the command and the lock.
 LOOK_EVERY = 0.05
 
-PR_SET_PDEATHSIG = 1
-
-#: Loaded here: between fork and exec other threads may hold the loader's lock.
-LIBC = ctypes.CDLL(None)
+#: Waits for the end of the runner, however it comes, which closes its pipe, and then ends the command's group.
+HEIR = 'read -r _; kill -KILL -- "-$0"'
 
 
 @click.group(name="pglock")
@@ -62,7 +60,7 @@ def run(  # noqa: PLR0917 - click passes them by name
         end(exc, os.EX_TEMPFAIL)
     except LockLost as exc:
         end(exc, os.EX_IOERR)
-    except (LockSetupError, ImproperlyConfigured, ValueError) as exc:
+    except (LockSetupError, ImproperlyConfigured, TypeError, ValueError) as exc:
         end(exc, os.EX_CONFIG)
     except LockError as exc:
         end(exc, os.EX_UNAVAILABLE)
@@ -75,37 +73,54 @@ def end(error: Exception, code: int) -> NoReturn:
 
 
 def run_under(lock: Hold, command: tuple[str, ...]) -> int:
-    """Run a command to its end, or to that of the lock."""
+    """Run a command to its end, or to that of the lock, with all that it starts."""
     try:
-        process = subprocess.Popen(command, preexec_fn=die_with_parent)
+        process = subprocess.Popen(command, preexec_fn=lead_a_group)
     except OSError as exc:
         click.echo(f"pglock: {command[0]}: {exc.strerror}", err=True)
         return 127 if isinstance(exc, FileNotFoundError) else 126
     for number in FORWARDED:
-        signal.signal(number, lambda received, _: process.send_signal(received))
+        signal.signal(number, lambda received, _: signal_group(process, received))
+    heir = subprocess.Popen(
+        ["sh", "-c", HEIR, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        return wait_under(lock, process)
+    finally:
+        heir.kill()
+        heir.communicate()
+
+
+def wait_under(lock: Hold, process: subprocess.Popen[bytes]) -> int:
     while process.poll() is None:
         if lock.lost:
             stop(process)
             break
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(LOOK_EVERY)
-        except subprocess.TimeoutExpired:
-            continue
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a command that has lost its lock."""
-    process.terminate()
+    signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    signal_group(process, signal.SIGKILL)
+    process.wait()
 
 
-def die_with_parent() -> None:
-    """Let the kernel end the command with its runner: Linux knows how."""
-    if sys.platform == "linux":
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the command and to what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def lead_a_group() -> None:
+    """Begin a process group, so that a signal reaches all of it, and let it have the terminal."""
+    os.setpgid(0, 0)
+    if os.isatty(0):
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        os.tcsetpgrp(0, os.getpid())
+        signal.signal(signal.SIGTTOU, signal.SIG_DFL)
