@@ -70,10 +70,13 @@ class ElectedScheduler:
         app: Celery,
         schedule_filename: str | None = None,
         max_interval: float | None = None,
-        lazy: bool = False,  # noqa: ARG002 - Celery's word for the one that its banner asks
+        lazy: bool = False,
         **options: Any,
     ) -> None:
-        """Read the settings. Nothing is connected and nothing built before the first tick."""
+        """Read the settings. Nothing is connected and nothing built before the first tick.
+
+        A ``lazy`` one is asked by Celery's banner, and never ticks.
+        """
         self.app = app
         self._settings = beat_settings_of(app)
         self._inner_class: type[Scheduler] = symbol_by_name(self._settings.scheduler)
@@ -82,7 +85,9 @@ class ElectedScheduler:
         settings = settings_of(app)
         self.lock = new_hold(settings, self._settings.name).label
         self._candidate = Candidate(
-            with_freeze_timeout(settings), lambda: new_hold(settings, self._settings.name), pings=False
+            None if lazy else with_freeze_timeout(settings),
+            lambda: new_hold(settings, self._settings.name),
+            pings=False,
         )
         self._term: Term | None = None
         #: All that fell due up to here was sent, by this beat or by the leader it follows.

@@ -113,7 +113,7 @@ class Ledger:
 
     def _refusal(self, error: psycopg.Error) -> LockUnavailable | LockSetupError:
         """What can't pass by itself (no table and no right to make it), and what may."""
-        if error.sqlstate is None or not error.sqlstate.startswith("42"):
+        if error.sqlstate is None or not error.sqlstate.startswith(("42", "3F")):
             return LockUnavailable(f"the ledger of the beats could not be asked: {reason_of(error)}")
         create = " ".join(CREATE.format(table=self._table).split())
         return LockSetupError(

@@ -248,7 +248,7 @@ def test_a_user_s_own_scheduler_is_built_by_the_leader_alone(make_beats: BeatsMa
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_beats_inside_of_workers(beats: Beats, pool: str) -> None:
-    """A process of its own in prefork, a thread in the others. The workers read another queue."""
+    """Always a process of its own. The workers read another queue."""
     command = ("worker", "-B", "--scheduler", "pglock", "-P", pool, "-c", "1", "-Q", "other")
     first = beats.start_leader(command=command)
     second = beats.start_follower(command=command)

@@ -1,0 +1,149 @@
+"""Three beats, three entries of a second each, and faults: what the broker got.
+
+Short in the suite. ``PGLOCK_BEAT_FAULTS=100 pytest tests/faults/test_beat_storm.py -s`` makes a long run of
+it and prints the figures.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.beats import Beat, Beats, counts, missing
+from faults.fleet import flush, wait_for
+from faults.proxy import Proxy
+from localservers import PostgreSQL, Redis
+
+FAULTS = int(os.environ.get("PGLOCK_BEAT_FAULTS", "0"))
+
+#: Where the server learns late that the leader is gone: within its bound, and the next poll.
+SLOW = ("frozen", "silent")
+
+
+class Storm:
+    """Three beats, each with a way of its own to the server, and what is done to the one that leads."""
+
+    def __init__(self, beats: Beats, postgres: PostgreSQL, ways: ExitStack) -> None:
+        self.beats, self.postgres, self.ways = beats, postgres, ways
+        self.proxies: dict[Beat, Proxy] = {}
+        #: Seconds from each fault to the next leader.
+        self.takeovers: dict[str, list[float]] = {}
+
+    def start(self) -> Beat:
+        proxy = self.ways.enter_context(Proxy(self.postgres.port))
+        url = self.beats.dsn.replace(f":{self.postgres.port}", f":{proxy.port}")
+        beat = self.beats.start(pglock_database_url=url)
+        self.proxies[beat] = proxy
+        return beat
+
+    def strike(self, kind: str) -> None:
+        leader = self.beats.leader(40)
+        others = [beat for beat in self.beats.beats if beat is not leader]
+        wait_for(lambda: any(map(follows, others)), "a follower", 120)
+        before = {beat: beat.text().count("this beat leads: ") for beat in others}
+        struck = time.time()
+        getattr(self, f"_{kind}")(leader)
+        if kind in ("restart", "backend"):
+            self.beats.leader(40)
+        else:
+            while not any(beat.text().count("this beat leads: ") > before[beat] for beat in others):
+                assert time.time() < struck + 40, f"nobody leads after {kind}"
+                time.sleep(0.01)
+            self.takeovers.setdefault(kind, []).append(time.time() - struck)
+        self._heal(kind, leader)
+
+    def _killed(self, leader: Beat) -> None:
+        leader.kill()
+
+    def _asked(self, leader: Beat) -> None:
+        leader.signal(signal.SIGTERM)
+
+    def _frozen(self, leader: Beat) -> None:
+        leader.signal(signal.SIGSTOP)
+
+    def _silent(self, leader: Beat) -> None:
+        self.proxies[leader].stall()
+
+    def _backend(self, leader: Beat) -> None:
+        self.postgres.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity WHERE application_name LIKE %s",
+            [f"pglock % {leader.pid}"],
+        )
+
+    def _restart(self, leader: Beat) -> None:
+        self.postgres.restart()
+
+    def _heal(self, kind: str, leader: Beat) -> None:
+        if kind == "frozen":
+            leader.signal(signal.SIGCONT)
+        elif kind == "silent":
+            self.proxies[leader].resume()
+        elif kind in ("killed", "asked"):
+            self.start()
+
+
+def follows(beat: Beat) -> bool:
+    """Whether a beat is there to take over: it runs, and the last that it said is who leads."""
+    said = [line for line in beat.text().splitlines() if "this beat " in line]
+    return beat._process.poll() is None and bool(said) and "this beat follows: " in said[-1]
+
+
+KINDS = ("killed", "asked", "backend", "restart", *SLOW)
+
+
+@pytest.fixture
+def storm(own_postgres: PostgreSQL, redis: Redis, tmp_path: Path) -> Iterator[Callable[..., Storm]]:
+    with ExitStack() as ways:
+
+        def make(**conf: Any) -> Storm:
+            broker = redis.url(15)
+            flush(broker)
+            beats = Beats(tmp_path, broker, own_postgres.url(), **conf)
+            ways.callback(beats.close)
+            storm = Storm(beats, own_postgres, ways)
+            storm.start().wait_leading()
+            for _ in range(2):
+                storm.start().wait_following()
+            return storm
+
+        yield make
+
+
+@pytest.mark.timeout(120 + 60 * FAULTS)
+@pytest.mark.parametrize("ledger", ["celery_pglock_beat", None], ids=["ledger", "no ledger"])
+def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
+    """With a ledger each due slot once. Without one none is left out, and few come twice."""
+    weather = storm(pglock_beat_ledger=ledger)
+    rng = random.Random(5)
+    kinds = [rng.choice(KINDS) for _ in range(FAULTS)] or ["killed", "backend", "asked"]
+    for kind in kinds:
+        time.sleep(rng.uniform(0.2, 2.0))
+        weather.strike(kind)
+    weather.beats.reader.wait(9, since=time.time() + 1)
+    report(weather, kinds)
+    sends = weather.beats.reader.sends
+    assert not missing(sends)
+    assert max(counts(sends).values()) <= 2
+    if ledger is not None:
+        # Two by two: a leader that died between the broker's answer and its record of it.
+        assert sum(count - 1 for count in counts(sends).values()) <= len(kinds) // 25
+
+
+def report(storm: Storm, kinds: list[str]) -> None:
+    sent = counts(storm.beats.reader.sends)
+    twice = [count for count in sent.values() if count > 1]
+    left_out = len(missing(storm.beats.reader.sends))
+    print(f"\n{len(kinds)} faults, {len(sent)} slots, {left_out} left out,"
+          f" {len(twice)} more than once, at most {max(sent.values())} times")  # fmt: skip
+    for kind, seconds in sorted(storm.takeovers.items()):
+        print(f"  {kind}: {len(seconds)} takeovers, median {statistics.median(seconds):.2f} s,"
+              f" maximum {max(seconds):.2f} s")  # fmt: skip
