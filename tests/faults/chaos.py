@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Report:
     """What was done, and what came of it."""
 
     faults: Counter[str] = field(default_factory=Counter)
+    #: When each fault was over.
+    times: list[tuple[float, str]] = field(default_factory=list)
     sent: int = 0
     runs: int = 0
     interrupted: int = 0
@@ -68,14 +70,20 @@ class Report:
             f"{sum(self.faults.values())} faults:\n{faults}\n"
             f"overlaps: {len(self.overlaps)}, and {self.in_window} inside a documented window\n"
             f"lost messages: {len(self.unfinished)}, stuck names: {len(self.stuck_names)},"
-            f" locks left: {self.locks}, sessions left: {self.sessions}"
+            f" locks left: {self.locks}, sessions left: {self.sessions}\n"
+            + "".join(f"overlap of {first}\n      and {second}\n" for first, second in self.overlaps)
+            + "".join(f"at {at:.3f} {what}\n" for at, what in self.times if self.overlaps)
+            + "".join(f"lost: {id}\n" for id in self.unfinished)
         )
 
 
 class Chaos:
     """One run. Use it once, from the main thread."""
 
-    def __init__(self, folder: Path, seed: int, *, locked: bool = True) -> None:
+    def __init__(
+        self, folder: Path, seed: int, *, pools: Mapping[str, int] = POOLS, locked: bool = True
+    ) -> None:
+        self.pools = pools
         self.random = random.Random(seed)
         self.report = Report()
         self.server, self.redis = PostgreSQL(), DurableRedis()
@@ -98,18 +106,18 @@ class Chaos:
         self._losses: list[tuple[float, float]] = []
         self._flow = threading.Event()
 
-    def run(self, seconds: float) -> Report:
+    def run(self, seconds: float, *, faults: bool = True) -> Report:
         """Start all, let it rain, and judge."""
         with self.server, self.redis, self.proxy:
             try:
-                for pool in POOLS:
+                for pool in self.pools:
                     self._start(pool)
                 for worker in self.workers.values():
                     worker.wait_ready(60)
                 producer = threading.Thread(target=self._produce)
                 producer.start()
                 try:
-                    self._rain(seconds)
+                    self._rain(seconds) if faults else time.sleep(seconds)
                 finally:
                     self._flow.set()
                     producer.join()
@@ -122,7 +130,7 @@ class Chaos:
     # What flows.
 
     def _start(self, pool: str) -> None:
-        self.workers[pool] = self.fleet.worker(pool, POOLS[pool], app="faults.bodies", ready=False)
+        self.workers[pool] = self.fleet.worker(pool, self.pools[pool], app="faults.bodies", ready=False)
 
     def _produce(self) -> None:
         draw = random.Random(self.random.random())
@@ -165,13 +173,14 @@ class Chaos:
         # Each once before chance decides.
         first = [fault for _, fault in faults]
         self.random.shuffle(first)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        begin = time.monotonic()
+        while (since := time.monotonic() - begin) < seconds or (first and since < 3 * seconds + 30):
             time.sleep(self.random.uniform(0.05, 0.5))
             fault = first.pop() if first else self.random.choices(faults, weights)[0][1]
             happened = fault()
             if happened is not None:
                 self.report.faults[happened] += 1
+                self.report.times.append((time.monotonic(), happened))
             elif len(first) < len(faults):
                 first.insert(0, fault)
 
@@ -199,13 +208,13 @@ class Chaos:
         return "soft limit"
 
     def _kill_worker(self) -> str | None:
-        pool = self.random.choice(list(POOLS))
+        pool = self.random.choice(list(self.pools))
         self.workers[pool].kill()
         self._start(pool)
         return f"{pool} worker killed"
 
     def _stop_worker(self) -> str | None:
-        pool = self.random.choice(list(POOLS))
+        pool = self.random.choice(list(self.pools))
         self.workers[pool].signal(signal.SIGTERM)
         self._leaving.append(self.workers[pool])
         self._start(pool)
@@ -233,7 +242,7 @@ class Chaos:
         return what
 
     def _freeze(self) -> str | None:
-        worker = self.workers[self.random.choice(list(POOLS))]
+        worker = self.workers[self.random.choice(list(self.pools))]
         pids = [pid for pid in (worker.pid, *worker.children()) if alive(pid)]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)

@@ -13,7 +13,7 @@ import pytest
 
 from faults.chaos import Chaos
 
-SECONDS = float(os.environ.get("PGLOCK_CHAOS_SECONDS", "25"))
+SECONDS = float(os.environ.get("PGLOCK_CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("PGLOCK_CHAOS_SEED", random.randrange(1_000_000)))
 
 
@@ -27,11 +27,11 @@ def test_nothing_overlaps_and_nothing_is_lost_in_a_storm_of_faults(tmp_path: Pat
     assert not report.stuck_names
     assert report.locks == 0
     assert report.sessions == 0
-    assert len(report.faults) >= 8
+    assert len(report.faults) >= 12, "not every kind of fault happened"
 
 
 def test_bodies_overlap_without_locks(tmp_path: Path) -> None:
-    """The control: the same storm with locks off."""
-    report = Chaos(tmp_path, SEED, locked=False).run(3.0)
+    """The control: the same messages with locks off. It needs no storm."""
+    report = Chaos(tmp_path, SEED, pools={"prefork": 3, "threads": 3}, locked=False).run(3.0, faults=False)
     print(f"\n{report}")
     assert report.overlaps

@@ -20,7 +20,7 @@ from faults.history import Run
 from faults.judge import holders, sessions, wait_free, wait_no_locks
 from localservers import PostgreSQL
 
-POOLS = ("prefork", "threads", "gevent", "solo")
+POOLS = ("prefork", "threads", "gevent")
 
 
 @dataclass
@@ -82,10 +82,6 @@ def kill_main(scene: Scene) -> None:
     os.kill(scene.worker.pid, signal.SIGKILL)
 
 
-def kill_all(scene: Scene) -> None:
-    scene.worker.kill()
-
-
 def cold(scene: Scene) -> None:
     """SIGQUIT: the bodies are not waited for."""
     scene.worker.signal(signal.SIGQUIT)
@@ -104,13 +100,11 @@ def terminate_child(scene: Scene) -> None:
 CASES = [
     ("prefork", kill_child),
     ("prefork", kill_main),
-    ("prefork", kill_all),
     ("prefork", cold),
     ("prefork", ctrl_c_twice),
     ("prefork", terminate_child),
     ("threads", kill_main),
     ("gevent", kill_main),
-    ("solo", kill_main),
 ]
 
 

@@ -27,7 +27,7 @@ from faults.netns import CUTS, FarPostgreSQL, Link, Namespace, links
 from localservers import PostgreSQL
 
 #: Seconds. The client counts a silence as a loss before the server does.
-LOSS_TIMEOUT = 6.0
+LOSS_TIMEOUT = 4.5
 
 #: One worker for each link.
 POOLS = ("prefork", "threads", "gevent", "solo", "prefork", "threads", "gevent", "solo", "prefork", "gevent")
