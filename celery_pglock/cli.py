@@ -28,8 +28,8 @@ GRACE = 5.0
 #: Seconds between two looks at the command and the lock.
 LOOK_EVERY = 0.05
 
-#: Waits for the end of the runner, however it comes, which closes its pipe, and then ends the command's group.
-HEIR = 'read -r _; kill -KILL -- "-$0"'
+#: Waits for the end of the runner, which closes its pipe however it comes, and ends the command's group.
+HEIR = 'read -r _; kill -s KILL -- "-$0"'
 
 
 @click.group(name="pglock")
