@@ -118,6 +118,8 @@ def test_name_is_free_after_a_body_that_ends_badly(
     fleet.worker(pool, 4)
     for how in ("error", "ignore", "reject", "recursion"):
         fleet.send("ends", how, how)
+        fleet.wait(lambda how=how: [run for run in fleet.history.runs(how) if run.ended], "the body's end")
+        wait_free(observer, how)
         assert fleet.send("raises", how).get(timeout=10) == how
     wait_no_locks(observer)
     assert len(fleet.history.runs()) == 8

@@ -39,8 +39,9 @@ def test_successor_finds_its_predecessors_name_free(fleet: Fleet, pool: str) -> 
 
     Their ``finally`` blocks still run under the lock: the server shows it.
     """
-    fleet.worker(pool, 4)
-    tasks = [*OUTCOMES] * 2
+    # Room for each beside its predecessor: a successor that waits for a place would meet no lock.
+    fleet.worker(pool, 8)
+    tasks = [*OUTCOMES]
     results = [fleet.send(task, f"name {number}") for number, task in enumerate(tasks)]
     assert [result.get(timeout=30) for result in results] == [OUTCOMES[task] for task in tasks]
     assert len(fleet.history.runs()) == 3 * len(tasks)
