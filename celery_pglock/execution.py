@@ -22,8 +22,9 @@ from celery.exceptions import Ignore, Reject, TaskPredicate
 from . import signals
 from .config import ledger_of
 from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before
-from .locks.errors import LockError, LockUnavailable
+from .locks.errors import LockError, LockLost, LockUnavailable
 from .locks.hold import Hold, covering, enter, leave
+from .locks.interrupt import Interrupt, LockInterrupt
 from .locks.keeper import keeper_for, transaction_for
 from .locks.keys import LockId, id_of
 from .locks.ledger import Ledger
@@ -68,6 +69,7 @@ class Execution:
         self.seconds_in_queue = 0.0
         self._started = False
         self._left = False
+        self._interrupt: Interrupt | None = None
         self._goes_on = options.on_lost == "continue"
         if self.identity is not None:
             _unsettled.set(self)
@@ -133,6 +135,8 @@ class Execution:
 
         A hold that stays in the context would let the next execution of its name run without a lock.
         """
+        if self._interrupt is not None:
+            self._interrupt.disarm()
         if not self._left:
             leave(self.hold)
             _executions.set(tuple(each for each in _executions.get() if each is not self))
@@ -196,14 +200,25 @@ class Execution:
 
     def interruptible(self) -> AbstractContextManager[None]:
         """What the body runs in: it is stopped when the lock is lost, unless its task wants to go on."""
-        return nullcontext() if self._goes_on else self._holder.interrupt_for(self.hold)
+        if self._goes_on:
+            return nullcontext()
+        self._interrupt = self._holder.interrupt_for(self.hold)
+        return self._interrupt
+
+    def ending(self, error: Exception | LockInterrupt) -> Exception:
+        """The error that an execution ends with: an interrupt that came late ends as a loss too."""
+        if not isinstance(error, LockInterrupt):
+            return error
+        self.clean_up()
+        return LockLost(self.hold.label)
 
     def runs_again_after(self, error: Exception) -> bool:
         """Whether an execution that ended with this error lost its lock, and is to be published again.
 
         Not one that has published its own successor, or wants none.
         """
-        return self.hold.lost and self.options.on_lost == "retry" and not isinstance(error, TaskPredicate)
+        wanted = self.options.on_lost == "retry" and not isinstance(error, TaskPredicate)
+        return self.hold.lost and wanted and not self._kept_back
 
     def keep_back_retry(self, signature: Signature) -> None:
         """Let a signature that ``retry()`` is about to publish wait for the release."""

@@ -13,6 +13,7 @@ from . import conflict, hooks
 from .config import settings_of
 from .execution import Execution, is_under_way, kept_back_by
 from .locks.hold import Hold, current_lock
+from .locks.interrupt import LockInterrupt
 from .locks.requests import Answer
 from .options import UNSET, LockOptions, lock_options_of
 
@@ -107,10 +108,13 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
                 if asked.answer is Answer.GRANTED:
                     with execution.interruptible():
                         return self._body(*args, **kwargs)
-        except Exception as error:
-            if not execution.runs_again_after(error):
-                raise
-            conflict.run_again(execution, error)
+        except (Exception, LockInterrupt) as raised:
+            error = execution.ending(raised)
+            if execution.runs_again_after(error):
+                conflict.run_again(execution, error)
+            if error is not raised:
+                raise error from None
+            raise
         finally:
             execution.clean_up()
         return conflict.resolve(execution, asked)

@@ -26,7 +26,7 @@ from typing import Any
 
 from .hold import Hold
 
-__all__ = ["INTERRUPT_EVERY", "Interrupt", "LockInterrupt", "native_call", "native_poll"]
+__all__ = ["INTERRUPT_EVERY", "Interrupt", "LockInterrupt", "native_caller", "native_poll"]
 
 SIGNAL = signal.SIGUSR2
 
@@ -55,22 +55,31 @@ class Interrupt:
     def __enter__(self) -> None:
         self._register.add(self)
         self._armed = True
+        # A loss before this moment has woken the watch already, which found nobody to stop.
+        if self.hold.lost:
+            self.disarm()
+            self.hold.check()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        interrupted = kind is not None and issubclass(kind, LockInterrupt)
+        interrupted = self.disarm()
+        if interrupted or (kind is not None and issubclass(kind, LockInterrupt)):
+            self.hold.check()
+
+    def disarm(self) -> bool:
+        """Let nothing be thrown from now on. Tell whether something was on its way."""
+        interrupted = False
         while True:
             try:
                 self._register.discard(self)
                 with self._guard:
                     self._armed = False
                     self._recall()
-                break
-            except LockInterrupt:
+            except LockInterrupt:  # noqa: PERF203 - thrown into this very loop
                 interrupted = True
-        if interrupted:
-            self.hold.check()
+            else:
+                return interrupted
 
     def stop(self) -> None:
         """Throw `LockInterrupt` into the code, if it still runs and its lock is lost.
@@ -196,17 +205,20 @@ def is_patched_by(library: str) -> bool:
     return patcher is not None and patcher.is_monkey_patched("thread")
 
 
-def native_call(function: Callable[[], Any]) -> Any:
-    """Call what blocks a thread of the operating system, without blocking a hub."""
+def native_caller() -> Callable[[Callable[[], Any]], Any]:
+    """A way to call what blocks a thread of the operating system for long, without blocking a hub."""
     if is_patched_by("gevent"):
-        import gevent  # noqa: TID251 - only where it runs already
+        from gevent.threadpool import ThreadPool  # noqa: TID251 - only where it runs already
 
-        return gevent.get_hub().threadpool.apply(function)
+        # One of its own: the hub's has few threads, which resolve names for all.
+        apply: Callable[[Callable[[], Any]], Any] = ThreadPool(1).apply
+        return apply
     if is_patched_by("eventlet"):
         import eventlet.tpool  # noqa: TID251 - only where it runs already
 
-        return eventlet.tpool.execute(function)
-    return function()
+        call: Callable[[Callable[[], Any]], Any] = eventlet.tpool.execute
+        return call
+    return lambda function: function()
 
 
 def native_poll() -> Any:

@@ -71,6 +71,8 @@ class Keeper:
         self._owner = Owner(self._answer)
         self._watch = Watch(self._on_end, self._on_pause)
         self._running: set[Interrupt] = set()
+        #: Whether the sign of life that was asked for last has come: a second question would come no further.
+        self._pinged: threading.Lock | None = None
         #: When owed unlocks have waited long enough.
         self._pay_at: float | None = None
         #: Holds whose bodies are over, and that stay taken until their time is up.
@@ -208,7 +210,7 @@ class Keeper:
 
     def disown(self) -> None:
         """Give up what a forked child has inherited."""
-        self._watch.close()
+        self._watch.disown()
         if self._session is not None:
             self._session.disown()
 
@@ -295,7 +297,7 @@ class Keeper:
 
     def _open_session(self) -> Session:
         self._session = session = Session(self._settings, application_name())
-        self._watch.look_at(session.socket)
+        self._watch.look_at(session.socket, session)
         try:
             session.set_up()
             prove_exclusion(session, self._settings)
@@ -307,14 +309,16 @@ class Keeper:
     def _drop_session(self, reason: str) -> None:
         session, self._session = self._session, None
         if session is not None:
-            self._watch.look_at(None)
+            self._watch.look_away()
             session.close(reason)
+            # Only now the holds are lost, and bodies to stop.
+            self._watch.wake()
 
     # What the watch sees.
 
-    def _on_end(self, socket: int) -> None:
+    def _on_end(self, session: object) -> None:
         with self._statement:
-            if self._session is not None and self._session.socket == socket:
+            if self._session is session:
                 self._drop_session("PostgreSQL ended its session")
 
     def _on_pause(self) -> float | None:
@@ -325,7 +329,7 @@ class Keeper:
             pauses.append(self._pay_at - now)
         elif self._pay_at is not None:
             self._pay_at = None
-            self._owner.post(Ping())
+            self._ask_for_a_sign()
         if session is not None:
             pauses += self._keep_alive(session)
         if any(interrupt.due for interrupt in list(self._running)):
@@ -356,9 +360,13 @@ class Keeper:
             self._look_for_silence(session)
             bounds += [self._settings.loss_timeout] if session.holds_something else []
         if self._pings and bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for:
-            self._owner.post(Ping())
+            self._ask_for_a_sign()
         pauses = [bound / 12 for bound in bounds]
         return [*pauses, self._settings.loss_timeout / 3] if session.remote else pauses
+
+    def _ask_for_a_sign(self) -> None:
+        if self._pinged is None or not self._pinged.locked():
+            self._pinged = self._owner.post(Ping())
 
     def _look_for_silence(self, session: Session) -> None:
         """Give a session up when no answer comes.

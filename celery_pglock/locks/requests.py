@@ -104,6 +104,10 @@ class Statement:
 Request = Acquire | Release | FindHolder | FindStatement | NextToken | Ping | Statement
 
 
+#: A row of PostgreSQL has room for 1664 columns.
+MOST_COLUMNS = 500
+
+
 def batches(requests: Sequence[Request]) -> Iterator[list[Request]]:
     """Split requests, in their order, into what one statement can ask.
 
@@ -122,7 +126,7 @@ def batches(requests: Sequence[Request]) -> Iterator[list[Request]]:
             batch, names = [], set()
             continue
         asked = names_in(request)
-        if names & asked:
+        if names & asked or len(batch) >= MOST_COLUMNS:
             yield batch
             batch, names = [], set()
         batch.append(request)

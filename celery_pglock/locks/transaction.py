@@ -48,7 +48,7 @@ __all__ = ["BodyConnection", "Transaction", "close_warm", "disown_all", "probe_t
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
 #: What a body's own settings left behind on the warm connection is not the next one's.
-RESET = "RESET ALL"
+RESET = "RESET SESSION AUTHORIZATION; RESET ALL"
 
 #: No limits that would end a transaction whose body is busy elsewhere. A backend that waits in the queue does
 #: not see otherwise that its client is gone.
@@ -87,7 +87,7 @@ class Line:
         self.hold: Hold | None = None
         self.running: set[Interrupt] = set()
         self.watch = Watch(self._on_end, self._on_pause)
-        self.watch.look_at(self.connection.fileno())
+        self.watch.look_at(self.connection.fileno(), self)
         _lines.add(self)
 
     def ask(self, *statements: str) -> list[list[bytes | None]]:
@@ -107,7 +107,7 @@ class Line:
         if self.hold is not None:
             self.hold._lost(reason)
 
-    def _on_end(self, _: int) -> None:
+    def _on_end(self, _: object) -> None:
         if self.hold is not None:
             self.hold._lost("PostgreSQL ended its session")
 
@@ -153,9 +153,20 @@ class Transaction:
 
     def release(self, hold: Hold, *, linger: bool = False, success: bool = True) -> None:  # noqa: ARG002
         """Commit with success, else roll back. Raises what the commit raises."""
-        line, self._line = self._line, None
+        line = self._line
         if line is None:
             return
+        try:
+            self._end(line, hold, success=success)
+        except BaseException as exc:
+            # Also an interrupt: a line is either put back at the end of its transaction, or closed.
+            line.close(f"its transaction did not end: {reason_of(exc)}")
+            if success or not isinstance(exc, psycopg.Error):
+                raise
+        finally:
+            self._line = None
+
+    def _end(self, line: Line, hold: Hold, *, success: bool) -> None:
         if hold.lost:
             line.close("it was lost")
             return
@@ -167,12 +178,6 @@ class Transaction:
             if not is_broken(line.connection, exc):
                 # The server refused the commit, and has rolled back: no loss, but a failure.
                 hold._released()
-            line.close(reason_of(exc))
-            if success:
-                raise
-            return
-        except BaseException:
-            line.close("its task was interrupted at the end of its transaction")
             raise
         hold._released()
         put_back(line)
@@ -320,6 +325,7 @@ def close_warm() -> None:
 def disown_all() -> None:
     """Give up what a forked child has inherited."""
     for line in _lines:
+        line.watch.disown()
         disown(line.connection)
         if line.hold is not None:
             line.hold._lost("its process was forked")

@@ -12,10 +12,9 @@ import os
 import select
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
-from .interrupt import native_call, native_poll
+from .interrupt import native_caller, native_poll
 
 __all__ = ["Watch"]
 
@@ -29,31 +28,39 @@ GOODBYE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 class Watch:
     """One thread (a greenlet, where `threading` is monkey-patched) that watches one socket at a time."""
 
-    def __init__(self, on_end: Callable[[int], None], on_pause: Callable[[], float | None]) -> None:
-        """``on_end`` is told the socket whose connection ended.
+    def __init__(self, on_end: Callable[[object], None], on_pause: Callable[[], float | None]) -> None:
+        """``on_end`` is told whose connection ended.
 
         ``on_pause`` is called whenever the watch wakes, and returns the seconds until it wants to be
         called again, or None.
         """
         self._on_end = on_end
         self._on_pause = on_pause
-        self._socket: int | None = None
+        # Replaced as a whole, since a new socket may have the number of the one before.
+        self._target: tuple[int, object] | None = None
         self._woken, self._wake = os.pipe()
-        self._stopped = False
+        self._pipe = threading.Lock()
+        self._stopped = self._closed = False
         self._thread: threading.Thread | None = None
 
-    def look_at(self, socket: int | None) -> None:
+    def look_at(self, socket: int, whose: object) -> None:
         """Watch this socket from now on, and no other."""
-        self._socket = socket
+        self._target = (socket, whose)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._serve, name="pglock-watch", daemon=True)
             self._thread.start()
         self.wake()
 
+    def look_away(self) -> None:
+        """Watch no socket: before it is closed, and its number somebody else's."""
+        self._target = None
+        self.wake()
+
     def wake(self) -> None:
         """Call ``on_pause`` now."""
-        with suppress(OSError):  # it was stopped
-            os.write(self._wake, b".")
+        with self._pipe:
+            if not self._closed:
+                os.write(self._wake, b".")
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -61,24 +68,31 @@ class Watch:
             return
         self._stopped = True
         if self._thread is None:
-            self.close()
+            self._close()
         else:
             self.wake()
 
-    def close(self) -> None:
-        """Give the pipe back, where no thread waits on it: in a forked child."""
-        os.close(self._woken)
-        os.close(self._wake)
+    def disown(self) -> None:
+        """Give the pipe back in a forked child: no thread waits on it there, and locks may never be free."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._woken)
+            os.close(self._wake)
+
+    def _close(self) -> None:
+        with self._pipe:
+            self.disown()
 
     def _serve(self) -> None:
+        native_call = native_caller()
         while not self._stopped:
             pause = self._pause()
-            socket = self._socket
-            ended = native_call(partial(self._sleep, socket, pause))
-            if ended and socket is not None and socket == self._socket:
-                self._socket = None
-                self._on_end(socket)
-        self.close()
+            target = self._target
+            ended = native_call(partial(self._sleep, target, pause))
+            if ended and target is not None and target is self._target:
+                self._target = None
+                self._on_end(target[1])
+        self._close()
 
     def _pause(self) -> float | None:
         try:
@@ -88,13 +102,13 @@ class Watch:
             logger.exception("the watch goes on")
             return 1.0
 
-    def _sleep(self, socket: int | None, pause: float | None) -> bool:
+    def _sleep(self, target: tuple[int, object] | None, pause: float | None) -> bool:
         """Sleep until the connection ends (True), the pause is over, or somebody wakes us."""
         poll = native_poll()
         poll.register(self._woken, select.POLLIN)
-        if socket is not None:
-            poll.register(socket, GOODBYE)
+        if target is not None:
+            poll.register(target[0], GOODBYE)
         events = dict(poll.poll(None if pause is None else int(pause * 1000) + 1))
         if self._woken in events:
             os.read(self._woken, 4096)
-        return socket is not None and bool(events.get(socket))
+        return target is not None and bool(events.get(target[0]))
