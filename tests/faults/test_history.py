@@ -78,8 +78,10 @@ class Storm:
         """Kill so often while the messages are worked on, and wait until nothing is left to do."""
         deadline = time.monotonic() + timeout
         while True:
-            results = self.fleet.results(ids)
-            done = {id for id, result in results.items() if result["status"] in ("SUCCESS", "FAILURE")}
+            stored = self.fleet.results(ids)
+            # A task whose retry is on its way has a result too.
+            results = {id: stored[id] for id in stored if stored[id]["status"] in ("SUCCESS", "FAILURE")}
+            done = results.keys()
             if len(done) == len(ids):
                 return results
             due = len(done) * (kills + 1) // len(ids)
