@@ -12,10 +12,11 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from faults.beats import Beat, Beats, counts, missing
@@ -24,6 +25,8 @@ from faults.proxy import Proxy
 from localservers import PostgreSQL, Redis
 
 FAULTS = int(os.environ.get("PGLOCK_BEAT_FAULTS", "0"))
+
+HOLDER = "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE objsubid = 1"
 
 #: Where the server learns late that the leader is gone: within its bound, and the next poll.
 SLOW = ("frozen", "silent")
@@ -45,15 +48,27 @@ class Storm:
         self.proxies[beat] = proxy
         return beat
 
+    def leader(self) -> Beat:
+        """The beat that holds the lock, as PostgreSQL has it: one that is ending still says that it leads."""
+        beats = {str(beat.pid): beat for beat in self.beats.beats}
+
+        def holding() -> list[Beat]:
+            with suppress(psycopg.OperationalError):  # it restarts
+                names = self.postgres.execute(HOLDER)
+                return [beats[name.split()[-1]] for (name,) in names]
+            return []
+
+        return wait_for(holding, "a leader", 60)[0]
+
     def strike(self, kind: str) -> None:
-        leader = self.beats.leader(40)
+        leader = self.leader()
         others = [beat for beat in self.beats.beats if beat is not leader]
         wait_for(lambda: any(map(follows, others)), "a follower", 120)
         before = {beat: beat.text().count("this beat leads: ") for beat in others}
         struck = time.time()
         getattr(self, f"_{kind}")(leader)
         if kind in ("restart", "backend"):
-            self.beats.leader(40)
+            self.leader()
         else:
             while not any(beat.text().count("this beat leads: ") > before[beat] for beat in others):
                 assert time.time() < struck + 40, f"nobody leads after {kind}"
