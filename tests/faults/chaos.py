@@ -53,6 +53,7 @@ class Report:
     sent: int = 0
     runs: int = 0
     interrupted: int = 0
+    ended_alone: int = 0
     lost_locks: int = 0
     in_window: int = 0
     overlaps: list[tuple[Run, Run]] = field(default_factory=list)
@@ -66,7 +67,8 @@ class Report:
         faults = "\n".join(f"  {count:4} {fault}" for fault, count in sorted(self.faults.items()))
         return (
             f"{self.sent} messages, {self.runs} bodies ({self.interrupted} without an end),"
-            f" {self.lost_locks} lost locks, results {dict(self.states)}\n"
+            f" {self.lost_locks} lost locks, results {dict(self.states)},"
+            f" {self.ended_alone} workers ended by themselves\n"
             f"{sum(self.faults.values())} faults:\n{faults}\n"
             f"overlaps: {len(self.overlaps)}, and {self.in_window} inside a documented window\n"
             f"lost messages: {len(self.unfinished)}, stuck names: {len(self.stuck_names)},"
@@ -132,6 +134,14 @@ class Chaos:
     def _start(self, pool: str) -> None:
         self.workers[pool] = self.fleet.worker(pool, self.pools[pool], app="faults.bodies", ready=False)
 
+    def _supervise(self) -> None:
+        """Replace what ended by itself: Kombu does not survive each restart of a broker."""
+        for pool, worker in list(self.workers.items()):
+            if not alive(worker.pid):
+                self.report.ended_alone += 1
+                worker.close()
+                self._start(pool)
+
     def _produce(self) -> None:
         draw = random.Random(self.random.random())
         while not self._flow.wait(1 / RATE):
@@ -176,6 +186,7 @@ class Chaos:
         begin = time.monotonic()
         while (since := time.monotonic() - begin) < seconds or (first and since < 3 * seconds + 30):
             time.sleep(self.random.uniform(0.05, 0.5))
+            self._supervise()
             fault = first.pop() if first else self.random.choices(faults, weights)[0][1]
             happened = fault()
             if happened is not None:
@@ -282,6 +293,7 @@ class Chaos:
             if time.monotonic() - redelivered > 3:
                 redelivered = time.monotonic()
                 self._redeliver_all()
+            self._supervise()
             time.sleep(0.2)
         self.report.unfinished = self._pending()
         ids = {name: self._send(name, 0.0) for name in NAMES}
@@ -324,10 +336,22 @@ class Chaos:
                 report.overlaps.append((first, second))
 
     def _is_documented(self, first: Run) -> bool:
-        """Whether a server had let the name go before, and the body stopped in time."""
+        """Whether a server had let the name go before, and the body stopped in time.
+
+        In time is also what wakes in a process that showed no sign of life since then: one whose hub is
+        blocked is as good as frozen.
+        """
         return any(
-            first.started <= end and begin <= first.last_seen <= end + WINDOW for begin, end in self._losses
+            first.started <= end and begin <= first.last_seen <= max(end, self._woke(first.pid, end)) + WINDOW
+            for begin, end in self._losses
         )
+
+    def _woke(self, pid: int, since: float) -> float:
+        """When a process that was silent for longer than a window was seen again."""
+        signs = [event["at"] for event in self.fleet.history.events() if event["pid"] == pid]
+        after = min((at for at in signs if at > since), default=since)
+        before = max((at for at in signs if at <= after and at != after), default=after)
+        return after if after - before > WINDOW else since
 
     def _count_locks(self) -> int:
         ((count,),) = self.server.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'")
