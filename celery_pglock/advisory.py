@@ -72,7 +72,7 @@ class Leader(SettledLeader):
         super().__init__(
             settings,
             lambda: new_hold(settings, name),
-            poll=seconds("poll", poll) or 1.0,
+            poll=interval("poll", poll),
             on_gain=on_gain,
             on_loss=on_loss,
         )
@@ -118,3 +118,11 @@ def seconds(argument: str, value: float | timedelta | None) -> float | None:
     if not 0 <= value < math.inf:
         raise ValueError(f"{argument}: seconds >= 0, not {value!r}")
     return float(value)
+
+
+def interval(argument: str, value: float | timedelta) -> float:
+    """Read an argument in seconds that is neither 0 nor for ever."""
+    number = seconds(argument, value)
+    if not number:
+        raise ValueError(f"{argument}: seconds > 0, not {value!r}")
+    return number

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
 
 import click
@@ -74,8 +75,9 @@ def end(error: Exception, code: int) -> NoReturn:
 
 def run_under(lock: Hold, command: tuple[str, ...]) -> int:
     """Run a command to its end, or to that of the lock, with all that it starts."""
+    in_foreground = os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
     try:
-        process = subprocess.Popen(command, preexec_fn=lead_a_group)
+        process = subprocess.Popen(command, preexec_fn=partial(lead_a_group, in_foreground=in_foreground))
     except OSError as exc:
         click.echo(f"pglock: {command[0]}: {exc.strerror}", err=True)
         return 127 if isinstance(exc, FileNotFoundError) else 126
@@ -89,6 +91,8 @@ def run_under(lock: Hold, command: tuple[str, ...]) -> int:
     finally:
         heir.kill()
         heir.communicate()
+        if in_foreground:
+            give_terminal_to(os.getpgrp())
 
 
 def wait_under(lock: Hold, process: subprocess.Popen[bytes]) -> int:
@@ -117,10 +121,14 @@ def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def lead_a_group() -> None:
+def lead_a_group(*, in_foreground: bool) -> None:
     """Begin a process group, so that a signal reaches all of it, and let it have the terminal."""
     os.setpgid(0, 0)
-    if os.isatty(0):
-        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-        os.tcsetpgrp(0, os.getpid())
-        signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    if in_foreground:
+        give_terminal_to(os.getpid())
+
+
+def give_terminal_to(group: int) -> None:
+    previous = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.tcsetpgrp(0, group)
+    signal.signal(signal.SIGTTOU, previous)

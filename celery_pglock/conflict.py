@@ -63,7 +63,7 @@ def resolve_conflict(execution: Execution) -> Any:
         task_id=execution.request.id,
         conflicts=attempts.conflicts,
         waited=max(attempts.waited, execution.seconds_in_queue),
-        holder=execution.keeper.holder_of(hold.id),
+        holder=execution.scope.holder_of(hold.id),
     )
     decision = decide(execution, conflict)
     signals.lock_conflict.send(sender=execution.task, lock=hold, conflict=conflict, decision=decision)
@@ -186,7 +186,7 @@ def ask_again(execution: Execution, error: LockError) -> NoReturn:
     raise Retry(exc=error, when=countdown, sig=signature)  # type: ignore[arg-type]
 
 
-def run_again(execution: Execution, error: Exception) -> NoReturn:
+def run_again(execution: Execution, error: BaseException) -> NoReturn:
     """The lock was lost under the body, and ``lock_on_lost`` is "retry"."""
     if execution.is_item or execution.request.is_eager:
         raise error

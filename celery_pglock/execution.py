@@ -22,7 +22,7 @@ from celery.exceptions import Ignore, Reject, TaskPredicate
 from . import signals
 from .config import ledger_of
 from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before
-from .locks.errors import LockError, LockLost, LockUnavailable
+from .locks.errors import LockError, LockUnavailable
 from .locks.hold import Hold, covering, enter, leave
 from .locks.interrupt import Interrupt, LockInterrupt
 from .locks.keeper import keeper_for, transaction_for
@@ -60,11 +60,11 @@ class Execution:
         self.settings = settings
         self.request: Context = task.request
         self.attempts = Attempts.of(self.request)
-        self.keeper = transaction_for(settings) if options.in_transaction else keeper_for(settings)
+        self.scope = transaction_for(settings) if options.in_transaction else keeper_for(settings)
         self.hold = hold_for(options, settings.namespace, args, kwargs)
         self.identity = self._identity(settings.namespace)
         self._kept_back: list[Callable[[], Any]] = []
-        self._holder = self.keeper
+        self._granted_by = self.scope
         self.too_many_waited = False
         self.seconds_in_queue = 0.0
         self._started = False
@@ -120,13 +120,15 @@ class Execution:
         leave(self.hold)
         try:
             # A successor of its own must not meet what its predecessor leaves behind.
-            self._holder.release(self.hold, success=error is None, linger=not self._kept_back)
+            self._granted_by.release(self.hold, success=error is None, linger=not self._kept_back)
             self._left = True
         finally:
-            _executions.set(tuple(each for each in _executions.get() if each is not self))
-            self._tell_end()
-            for publish in self._kept_back:
-                publish()
+            try:
+                _executions.set(tuple(each for each in _executions.get() if each is not self))
+                self._tell_end()
+            finally:
+                for publish in self._kept_back:
+                    publish()
         if error is None and not self._goes_on:
             self.hold.check()
 
@@ -137,14 +139,15 @@ class Execution:
         """
         if self._interrupt is not None:
             self._interrupt.disarm()
-        if not self._left:
-            leave(self.hold)
+        leave(self.hold)
+        if self in _executions.get():
             _executions.set(tuple(each for each in _executions.get() if each is not self))
-            self._holder.release(self.hold, success=False, linger=False)
+        if not self._left:
+            self._granted_by.release(self.hold, success=False, linger=False)
 
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""
-        asked = self.keeper.acquire(self.hold, self.identity)
+        asked = self.scope.acquire(self.hold, self.identity)
         if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
             asked = self._wait()
         try:
@@ -181,20 +184,21 @@ class Execution:
         if limit is None:
             return self._stand_in_queue()
         place = Hold(id_of(f"<waiters>:{self.hold.name or self.hold.id}"), limit=limit)
-        asked = self.keeper.acquire(place)
-        if asked.answer is not Answer.GRANTED:
+        try:
+            asked = self.scope.acquire(place)
+            if asked.answer is Answer.GRANTED:
+                return self._stand_in_queue()
             self.too_many_waited = asked.answer is Answer.CONFLICT
             return Acquire(self.hold, answer=asked.answer, error=asked.error)
-        try:
-            return self._stand_in_queue()
         finally:
-            self.keeper.release(place)
+            self.scope.release(place)
 
     def _stand_in_queue(self) -> Acquire:
         since = time.monotonic()
+        # Known before it holds anything, so that an interrupt finds whom to give the hold back to.
+        self._granted_by = self.scope.waiter()
         try:
-            asked, self._holder = self.keeper.wait(self.hold, self.options.max_wait)
-            return asked
+            return self._granted_by.wait(self.hold, self.options.max_wait)
         finally:
             self.seconds_in_queue = time.monotonic() - since
 
@@ -202,17 +206,20 @@ class Execution:
         """What the body runs in: it is stopped when the lock is lost, unless its task wants to go on."""
         if self._goes_on:
             return nullcontext()
-        self._interrupt = self._holder.interrupt_for(self.hold)
+        self._interrupt = self._granted_by.interrupt_for(self.hold)
         return self._interrupt
 
-    def ending(self, error: Exception | LockInterrupt) -> Exception:
-        """The error that an execution ends with: an interrupt that came late ends as a loss too."""
+    def ending(self, error: BaseException) -> BaseException:
+        """The error that an execution ends with: an interrupt that came late ends as a loss too.
+
+        One that is meant for an outer execution passes.
+        """
         if not isinstance(error, LockInterrupt):
             return error
         self.clean_up()
-        return LockLost(self.hold.label)
+        return self.hold.loss() if self.hold.lost else error
 
-    def runs_again_after(self, error: Exception) -> bool:
+    def runs_again_after(self, error: BaseException) -> bool:
         """Whether an execution that ended with this error lost its lock, and is to be published again.
 
         Not one that has published its own successor, or wants none.
@@ -313,5 +320,5 @@ def settle(task_id: str) -> None:
     if execution is None or execution.request.id != task_id or execution.identity is None:
         return
     _unsettled.set(None)
-    execution.keeper.release_soon(execution.hold)
-    execution.keeper.release_soon(execution.identity)
+    execution.scope.release_soon(execution.hold)
+    execution.scope.release_soon(execution.identity)

@@ -116,7 +116,7 @@ def lock_options_of(
         on_lost=option.choice("lock_on_lost", LOSS_POLICIES),
         shared=option.choice("lock_mode", MODES) == "shared",
         limit=option.count("lock_limit"),
-        min_hold=option.seconds("lock_min_hold") or 0.0,
+        min_hold=option.bounded_seconds("lock_min_hold"),
         max_waiters=option.count_or_none("lock_max_waiters"),
         in_transaction=option.choice("lock_scope", SCOPES) == "transaction",
         max_wait_is_set=option.value("lock_max_wait") is not UNSET,
@@ -223,6 +223,12 @@ class Option:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise self.refuse(name, f"seconds >= 0, a timedelta, or None for ever, not {value!r}")
         return float(value)
+
+    def bounded_seconds(self, name: str) -> float:
+        value = self.seconds(name)
+        if value is None:
+            raise self.refuse(name, "seconds >= 0 or a timedelta, not None")
+        return value
 
     def max_wait(self, name: str) -> float | None:
         if self.value(name) is not UNSET:

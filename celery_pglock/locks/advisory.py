@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from types import TracebackType
 
 from .errors import LockNotAcquired, LockUnavailable
 from .hold import Hold, covering, enter, leave
+from .interrupt import Interrupt, LockInterrupt
 from .keeper import Keeper, keeper_for, transaction_for
 from .requests import Acquire, Answer
 from .settings import Settings
@@ -30,8 +30,8 @@ class AdvisoryLock:
         self._wait = wait
         self._in_transaction = in_transaction
         self._abort = abort
-        self._holder: Keeper | Transaction | None = None
-        self._interrupt = ExitStack()
+        self._scope: Keeper | Transaction | None = None
+        self._interrupt: Interrupt | None = None
         self._used = False
 
     def __repr__(self) -> str:
@@ -49,8 +49,9 @@ class AdvisoryLock:
         try:
             if self._settings is not None:
                 self._acquire(self._settings)
-            if self._abort and self._holder is not None:
-                self._interrupt.enter_context(self._holder.interrupt_for(self._hold))
+            if self._abort and self._scope is not None:
+                self._interrupt = self._scope.interrupt_for(self._hold)
+                self._interrupt.__enter__()
         except BaseException:
             self._leave(success=False)
             raise
@@ -61,21 +62,29 @@ class AdvisoryLock:
     ) -> None:
         """Release. Raises `LockLost` if the lock was lost and the block has no error of its own."""
         try:
-            self._interrupt.__exit__(kind, error, traceback)
-        finally:
             self._leave(success=error is None)
-        if error is None:
+        except LockInterrupt:
+            # It came before it could be disarmed.
+            self._leave(success=False)
+        if error is None or isinstance(error, LockInterrupt):
             self._hold.check()
 
     def _leave(self, *, success: bool) -> None:
+        if self._interrupt is not None:
+            self._interrupt.disarm()
         leave(self._hold)
-        if self._holder is not None:
-            self._holder.release(self._hold, success=success)
+        if self._scope is None:
+            return
+        try:
+            self._scope.release(self._hold, success=success)
+        except BaseException:
+            self._scope.release_soon(self._hold)
+            raise
 
     def _acquire(self, settings: Settings) -> None:
         since = time.monotonic()
         scope = transaction_for(settings) if self._in_transaction else keeper_for(settings)
-        self._holder = scope
+        self._scope = scope
         asked = scope.acquire(self._hold)
         if asked.answer is Answer.CONFLICT and self._wait != 0:
             asked = self._wait_for(scope, since)
@@ -86,8 +95,8 @@ class AdvisoryLock:
 
     def _wait_for(self, scope: Keeper | Transaction, since: float) -> Acquire:
         if self._hold.limit == 1:
-            asked, self._holder = scope.wait(self._hold, self._wait)
-            return asked
+            self._scope = scope.waiter()
+            return self._scope.wait(self._hold, self._wait)
         while True:
             asked = scope.acquire(self._hold)
             waited = time.monotonic() - since

@@ -39,7 +39,7 @@ class LockKeyError(LockError):
 
 
 class LockNotAcquired(LockError):
-    """Somebody else holds the name, and waited long enough is waited long enough.
+    """Somebody else holds the name, for as long as there was to wait.
 
     ``args``: what is locked, the seconds since the first conflict, the conflicts met.
     """

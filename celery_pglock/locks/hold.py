@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
-from .errors import LockLost
+from .errors import LockDeadlock, LockLost
 from .keys import LockId
 
 __all__ = ["Hold", "covering", "current_lock", "enter", "leave"]
@@ -82,7 +82,11 @@ class Hold:
     def check(self) -> None:
         """Raise `LockLost` if the lock is gone. Asks nobody: it tells what is known by now."""
         if self.lost:
-            raise LockLost(self.label, self._loss)
+            raise self.loss()
+
+    def loss(self) -> LockLost:
+        """The error that tells how it was lost."""
+        return LockLost(self.label, self._loss)
 
     @property
     def connection(self) -> Any:
@@ -154,9 +158,14 @@ def leave(hold: Hold) -> None:
 
 
 def covering(hold: Hold) -> Hold | None:
-    """Return the hold that the running code works under and that makes another one needless."""
+    """Return the hold that the running code works under and that makes another one needless.
+
+    Raises `LockDeadlock` for one that would wait for the code's own.
+    """
     for outer in _context.get():
-        if outer.id == hold.id and outer.status is outer.Status.HELD and (hold.shared or not outer.shared):
+        if outer.id == hold.id and outer.status is outer.Status.HELD:
+            if outer.shared and not hold.shared:
+                raise LockDeadlock(f"an exclusive lock {hold.label!r} inside of its own shared one")
             return outer
     return None
 

@@ -75,7 +75,9 @@ class Interrupt:
                 self._register.discard(self)
                 with self._guard:
                     self._armed = False
-                    self._recall()
+                    # Not what others may have sent: only what was thrown.
+                    if self._stop_again_at:
+                        self._recall()
             except LockInterrupt:  # noqa: PERF203 - thrown into this very loop
                 interrupted = True
             else:
@@ -205,20 +207,22 @@ def is_patched_by(library: str) -> bool:
     return patcher is not None and patcher.is_monkey_patched("thread")
 
 
-def native_caller() -> Callable[[Callable[[], Any]], Any]:
-    """A way to call what blocks a thread of the operating system for long, without blocking a hub."""
+def native_caller() -> tuple[Callable[[Callable[[], Any]], Any], Callable[[], Any]]:
+    """A way to call what blocks a thread of the operating system for long, without blocking a hub.
+
+    The second function gives back what the first one needs.
+    """
     if is_patched_by("gevent"):
         from gevent.threadpool import ThreadPool  # noqa: TID251 - only where it runs already
 
         # One of its own: the hub's has few threads, which resolve names for all.
-        apply: Callable[[Callable[[], Any]], Any] = ThreadPool(1).apply
-        return apply
+        pool = ThreadPool(1)
+        return pool.apply, pool.kill
     if is_patched_by("eventlet"):
         import eventlet.tpool  # noqa: TID251 - only where it runs already
 
-        call: Callable[[Callable[[], Any]], Any] = eventlet.tpool.execute
-        return call
-    return lambda function: function()
+        return eventlet.tpool.execute, nothing
+    return lambda function: function(), nothing
 
 
 def native_poll() -> Any:

@@ -95,31 +95,32 @@ class Keeper:
         self._ask(asked)
         return asked
 
-    def wait(self, hold: Hold, seconds: float | None) -> tuple[Acquire, Keeper]:
+    def waiter(self) -> Keeper:
+        """The keeper to `wait` at, and to release at what was waited for.
+
+        A session that many share can't wait for one of them, and no minimum hold ends while it waits: then it
+        is a keeper of its own, which ends with its one hold.
+        """
+        alone = threading.current_thread() is threading.main_thread() and not self._lingering
+        return self if self._asks_in_place and alone else Keeper(self._settings, shared=False)
+
+    def wait(self, hold: Hold, seconds: float | None) -> Acquire:
         """Take a turn in PostgreSQL's own queue, first come, first served, and be woken at once.
 
-        ``seconds`` may be None, for ever. The hold is released at the keeper that is returned: a session
-        which many share can't wait for one of them.
+        ``seconds`` may be None, for ever.
         """
         if seconds == 0:
-            return self.acquire(hold), self
-        # Neither does a minimum hold end while its session waits.
-        in_place = self._asks_in_place and not self._lingering
-        keeper = self if in_place else Keeper(self._settings, shared=False)
+            return self.acquire(hold)
         until = None if seconds is None else time.monotonic() + seconds
         asked = Acquire(hold, wait=seconds)
-        hold._token_source = keeper._next_token
-        try:
-            keeper._ask(asked)
-            # A conflict before the time is up comes from this process: a hold on the same session.
-            while asked.answer is Answer.CONFLICT and (until is None or time.monotonic() < until):
-                time.sleep(WAIT_FOR_OURSELVES)
-                asked.wait = None if until is None else max(0.0, until - time.monotonic())
-                keeper._ask(asked)
-        finally:
-            if not keeper._shared and hold.status is not hold.Status.HELD:
-                keeper.retire()
-        return asked, keeper
+        hold._token_source = self._next_token
+        self._ask(asked)
+        # A conflict before the time is up comes from this process: a hold on the same session.
+        while asked.answer is Answer.CONFLICT and (until is None or time.monotonic() < until):
+            time.sleep(WAIT_FOR_OURSELVES)
+            asked.wait = None if until is None else max(0.0, until - time.monotonic())
+            self._ask(asked)
+        return asked
 
     def release(self, hold: Hold, *, linger: bool = True, success: bool = True) -> None:  # noqa: ARG002
         """Release a hold and wait until it is free; afterwards ``hold.lost`` is final.
@@ -279,6 +280,7 @@ class Keeper:
         except LockSetupError as exc:
             self._drop_session(str(exc))
             refuse(requests, exc)
+            return
         except LockError as exc:
             if len(requests) <= 1:
                 refuse(requests, exc)
@@ -378,7 +380,7 @@ class Keeper:
         if session.given_up_at is not None:
             if time.monotonic() - session.given_up_at > third:
                 session.cut()
-        elif session.silent_for > third:
+        elif session.silent_for > third and not session.has_an_answer():
             session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
 
 

@@ -6,6 +6,7 @@ steps in C, a deque and bare locks: an exception inside a `threading.Condition` 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from contextlib import suppress
 from .requests import Acquire, Release, Request
 
 __all__ = ["Owner"]
+
+logger = logging.getLogger(__name__)
 
 
 class Owner:
@@ -74,7 +77,11 @@ class Owner:
             # An asker interrupted while it started us may have led to a second owner. Requests keep their
             # order: a release must not overtake the question that it takes back.
             with self._serving:
-                self._answer_all()
+                try:
+                    self._answer_all()
+                except Exception:
+                    # Without an owner whoever asks waits for ever.
+                    logger.exception("the owner goes on")
 
     def _answer_all(self) -> None:
         batch = []

@@ -91,7 +91,7 @@ def connect(settings: Settings, application_name: str, kind: type[SomeConnection
         "tcp_user_timeout": math.ceil(settings.loss_timeout * 1000),
         **given,
     }
-    if "," in str(given.get("host") or given.get("hostaddr") or ""):
+    if "," in str(given.get("host") or given.get("hostaddr") or os.environ.get("PGHOST", "")):
         # libpq 13 and older know no "primary".
         wanted = "primary" if psycopg.pq.version() >= 140000 else "read-write"
         options.setdefault("target_session_attrs", wanted)
@@ -144,6 +144,8 @@ def set_statement(values: Mapping[str, str], *, local: bool = False) -> str:
     return (
         f"SELECT set_config(name, value, {str(local).lower()}) FROM (VALUES {rows}) AS given (name, value)"
         " JOIN pg_settings USING (name)"
+        # The one setting that a server may know and refuse: not every kernel tells that a client is gone.
+        " WHERE name <> 'client_connection_check_interval' OR version() LIKE '%linux%'"
     )
 
 

@@ -14,6 +14,7 @@ It does not know threads: exactly one caller at a time, see `keeper`.
 from __future__ import annotations
 
 import secrets
+import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,6 +23,7 @@ import psycopg
 from .errors import LockSetupError
 from .hold import Hold
 from .holders import holder_query, id_from_pg_locks, statement_query
+from .interrupt import native_poll
 from .keys import LockId
 from .requests import (
     Acquire,
@@ -93,7 +95,9 @@ class Session:
         self._connection = connect(settings, application_name, Connection)
         # Kept, since the watch may look at a session while somebody else closes it.
         self._socket: int = self._connection.fileno()
-        self._remote = not self._connection.info.host.startswith(("/", "@"))
+        # Where the end of a connection can't be watched for, it is asked for like a silent network.
+        local = self._connection.info.host.startswith(("/", "@")) and hasattr(select, "POLLRDHUP")
+        self._remote = not local
 
     def __repr__(self) -> str:
         if self._connection.closed:
@@ -137,6 +141,12 @@ class Session:
         """Seconds since the question that is not answered yet was sent; 0 where there is none, or a queue."""
         sent_at = self._sent_at
         return 0.0 if sent_at is None or self._in_queue else time.monotonic() - sent_at
+
+    def has_an_answer(self) -> bool:
+        """Whether an answer lies in the socket: then it is this process that stands still, and no network."""
+        poll = native_poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def quiet_for(self) -> float:
@@ -342,6 +352,8 @@ class Session:
             # What one task asks comes again with the next; behind a pooler a name may be somebody else's.
             again = len(columns) <= 3 and not self._settings.session_pooler
             row = self._query("SELECT " + ", ".join([column for column, _ in columns]), again=again)[0]
+            if self.given_up_at is not None:
+                raise psycopg.OperationalError("the answer came too late")
             for (_, settle), value in zip(columns, row, strict=True):
                 settle(value)
         self._leaving.clear()

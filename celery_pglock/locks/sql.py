@@ -95,9 +95,9 @@ def try_slot(hold: Hold, own: Sequence[int]) -> str:
 
     CASE, since the order of an AND is the planner's to choose, and a slot of our own would be granted again.
     """
-    mine = "false" if not own else f"slot IN ({', '.join(map(str, own))})"
+    mine = f"slot = ANY ('{{{','.join(map(str, own))}}}'::int[])"
     attempt = f"CASE WHEN {mine} THEN false ELSE pg_try_advisory_lock({sql_of_slot(hold.id)}) END"
-    slots = f"generate_series(0, {hold.limit - 1}) AS slot"
+    slots = f"generate_series(0, '{hold.limit - 1}'::int) AS slot"
     return f"coalesce((SELECT slot FROM {slots} WHERE {attempt} LIMIT 1), -1)"
 
 

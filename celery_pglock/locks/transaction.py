@@ -85,6 +85,8 @@ class Line:
         #: When the question was asked that is not answered yet, while there is one of ours.
         self.asked_at: float | None = None
         self.hold: Hold | None = None
+        #: Whether the connection has ended, seen by the watch.
+        self.ended = False
         self.running: set[Interrupt] = set()
         self.watch = Watch(self._on_end, self._on_pause)
         self.watch.look_at(self.connection.fileno(), self)
@@ -108,6 +110,7 @@ class Line:
             self.hold._lost(reason)
 
     def _on_end(self, _: object) -> None:
+        self.ended = True
         if self.hold is not None:
             self.hold._lost("PostgreSQL ended its session")
 
@@ -143,13 +146,17 @@ class Transaction:
         self._ask(asked, question)
         return asked
 
-    def wait(self, hold: Hold, seconds: float | None) -> tuple[Acquire, Transaction]:
+    def waiter(self) -> Transaction:
+        """The scope to `wait` at: itself, since it has a connection of its own."""
+        return self
+
+    def wait(self, hold: Hold, seconds: float | None) -> Acquire:
         """Begin a transaction and take a turn in PostgreSQL's own queue; ``seconds`` None: for ever."""
         if seconds == 0:
-            return self.acquire(hold), self
+            return self.acquire(hold)
         asked = Acquire(hold, wait=seconds)
         self._ask(asked, queue_up(hold, xact=True))
-        return asked, self
+        return asked
 
     def release(self, hold: Hold, *, linger: bool = False, success: bool = True) -> None:  # noqa: ARG002
         """Commit with success, else roll back. Raises what the commit raises."""
@@ -220,17 +227,19 @@ class Transaction:
 
     def _try(self, line: Line, asked: Acquire, question: str) -> None:
         try:
-            slot = self._lock(line, asked, question)
-        except psycopg.errors.LockNotAvailable:
-            slot = b"-1"
+            try:
+                slot = self._lock(line, asked, question)
+            except psycopg.errors.LockNotAvailable:
+                slot = b"-1"
+            self._settle(asked, line, slot)
         except psycopg.Error as exc:
             broken = is_broken(line.connection, exc)
             line.close(reason_of(exc))
             raise LineLost(reason_of(exc)) from exc if broken else refusal_of(exc)
         except BaseException:
+            self._line = None
             line.close("its task was interrupted while PostgreSQL was asked")
             raise
-        self._settle(asked, line, slot)
 
     def _lock(self, line: Line, asked: Acquire, question: str) -> bytes | None:
         unlimited = set_statement(ITS_SETTINGS, local=True)
@@ -251,8 +260,8 @@ class Transaction:
                 line.ask("ROLLBACK")
             except psycopg.Error as exc:
                 line.close(reason_of(exc))
-            else:
-                put_back(line)
+                return
+            put_back(line)
             return
         if asked.identity is not None:
             asked.identity._granted(0)
@@ -260,6 +269,8 @@ class Transaction:
         asked.hold._granted(0)
         asked.hold._connection = line.connection
         asked.hold._token_source = self._token
+        if line.ended:
+            asked.hold._lost("PostgreSQL ended its session")
 
     def _token(self) -> int:
         if self._line is None:

@@ -84,7 +84,7 @@ class Watch:
             self.disown()
 
     def _serve(self) -> None:
-        native_call = native_caller()
+        native_call, give_back = native_caller()
         while not self._stopped:
             pause = self._pause()
             target = self._target
@@ -93,6 +93,7 @@ class Watch:
                 self._target = None
                 self._on_end(target[1])
         self._close()
+        give_back()
 
     def _pause(self) -> float | None:
         try:
