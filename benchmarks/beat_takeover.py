@@ -58,7 +58,6 @@ class Contest:
         self.environment = {**os.environ, "BROKER": broker, "CONF": json.dumps(conf)}
         self.queue = redis.Redis.from_url(broker)
         self.beats: list[subprocess.Popen[bytes]] = []
-        self.leader: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
         number = len(self.beats)
@@ -77,7 +76,12 @@ class Contest:
 
     def next_message(self, patience: float = PATIENCE) -> float | None:
         """Wait for a message and return when it came, None if none does."""
-        return time.time() if self.queue.brpop(["beats"], timeout=patience) else None
+        deadline = time.time() + patience
+        while self.queue.rpop("beats") is None:
+            if time.time() > deadline:
+                return None
+            time.sleep(0.005)
+        return time.time()
 
     def sending(self) -> subprocess.Popen[bytes]:
         """The beat that sent last."""
