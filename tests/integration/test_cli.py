@@ -1,4 +1,4 @@
-"""`celery pglock run`: a command under a lock, its signals and its exit code, and no life without the lock."""
+"""`celery pglock run`: a command under a lock, its signals, its exit code, and no life without the lock."""
 
 from __future__ import annotations
 
