@@ -27,7 +27,7 @@ from faults.netns import CUTS, FarPostgreSQL, Link, Namespace, links
 from localservers import PostgreSQL
 
 #: Seconds. The client counts a silence as a loss before the server does.
-LOSS_TIMEOUT = 4.5
+LOSS_TIMEOUT = 6.0
 
 #: One worker for each link.
 POOLS = ("prefork", "threads", "gevent", "solo", "prefork", "threads", "gevent", "solo", "prefork", "gevent")
@@ -106,6 +106,7 @@ def test_body_has_stopped_before_its_name_is_free(site: Site) -> None:
         next(hows)  # so that each pool meets each kind of cut
         glitch(site, {names[name]: how for name, how in cuts.items()})
         assert site.held(list(names)) == set(names), "a glitch freed a name"
+        assert not any(site.fleet.history.runs(name)[0].ended for name in names), "a glitch stopped a body"
         at = time.monotonic()
         for name, how in cuts.items():
             site.links[names[name]].cut(how)
