@@ -93,6 +93,7 @@ class ElectedScheduler:
         #: All that fell due up to here was sent, by this beat or by the leader it follows.
         self._sent_until: datetime | None = None
         self._follows: str | None = None
+        self._knows_the_leader = False
         self._ticks = self._closed = False
         self._failed_at: float | None = None
 
@@ -140,7 +141,15 @@ class ElectedScheduler:
             self._candidate.close()
 
     def _campaign(self) -> bool:
-        """Ask for the lock, and take over if it is granted."""
+        """Ask for the lock, and take over if it is granted.
+
+        A newcomer only looks who leads at first: those that know what was sent have precedence.
+        """
+        if not self._knows_the_leader:
+            self._knows_the_leader = True
+            self._candidate.look()
+            self._follow()
+            return not self._candidate.is_real and self._campaign()
         if not self._candidate.campaign():
             self._follow()
             return False
@@ -149,7 +158,9 @@ class ElectedScheduler:
         self._candidate.confirm(said(self._sent_until))
         try:
             ledger = self._open_ledger()
-            self._term = Term(self._build(), self._candidate, ledger, self._sent_until, self.max_interval)
+            self._term = Term(
+                self._build(ledger), self._candidate, ledger, self._sent_until, self.max_interval
+            )
         except LockError as exc:
             self._candidate.warn(exc)
             self._candidate.resign()
@@ -160,10 +171,11 @@ class ElectedScheduler:
         logger.info("this beat leads: lock %r", self.lock)
         return True
 
-    def _build(self) -> Scheduler:
+    def _build(self, ledger: Ledger | None) -> Scheduler:
         inner = self._inner_class(app=self.app, **self._options)
-        # What a leader knows must outlive it.
-        inner.sync_every_tasks = inner.sync_every_tasks or 1
+        if ledger is None:
+            # What a leader knows must outlive it.
+            inner.sync_every_tasks = inner.sync_every_tasks or 1
         return inner
 
     def _open_ledger(self) -> Ledger | None:
@@ -199,7 +211,7 @@ class ElectedScheduler:
             return self.max_interval
         if wait > 0:
             if not term.behind:
-                self._sent_until = began
+                self._sent_until = term.sent_until(began)
             self._candidate.confirm(said(self._sent_until))
         if not self._candidate.leads:
             self._stand_down("its lock was lost")

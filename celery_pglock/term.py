@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import shelve
 import time
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from celery.beat import Scheduler
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two cleanings of the ledger.
 CLEAN_EVERY = 3600.0
+
+INSTANT = timedelta(microseconds=1)
 
 
 class Term:
@@ -56,6 +58,8 @@ class Term:
         #: The slot that each entry may send now, and the last one that it has.
         self._granted: dict[str, datetime] = {}
         self._sent: dict[str, datetime] = {}
+        #: The slot after that one, as far as it is known.
+        self._next: dict[str, datetime] = {}
         self._clean_at = 0.0
         self._its_is_due, self._its_reserve = inner.is_due, inner.reserve
         self._its_apply_async = inner.apply_async
@@ -70,6 +74,21 @@ class Term:
             self._ledger.clean(self.inner.schedule)
         wait = self.inner.tick()
         return self._poll if wait is None else float(wait)
+
+    def sent_until(self, began: datetime) -> datetime:
+        """Return the moment up to which all slots were sent, when a tick that began then sent no more.
+
+        The inner scheduler counts from the end of a publish, so a slot may be due before it looks again.
+        """
+        for name, due in list(self._next.items()):
+            if due <= began and not self._is_still_due(name):
+                del self._next[name]
+        return min([began, *(due - INSTANT for due in self._next.values())])
+
+    def _is_still_due(self, name: str) -> bool:
+        """Whether an entry is there and due: schedules change."""
+        entry: Any = self.inner.schedule.get(name)
+        return entry is not None and bool(self._its_is_due(entry)[0])
 
     def end(self, *, still_leads: bool) -> None:
         """Let the inner scheduler write down what it knows, if that is still its to write."""
@@ -125,6 +144,8 @@ class Term:
             return schedstate(False, self._poll)
         self._granted[entry.name] = slot
         after = slots.following(entry.schedule, slot)
+        if after is not None:
+            self._next[entry.name] = after
         return schedstate(True, wait if after is None else max(0.0, (after - now).total_seconds()))
 
     def _goes_on_after(self, entry: Any, slot: datetime) -> schedstate:

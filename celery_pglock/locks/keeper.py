@@ -161,6 +161,12 @@ class Keeper:
         self._answer(asked)
         return asked
 
+    def look(self, id: LockId) -> tuple[FindHolder, FindStatement]:
+        """Ask who holds an id and what he said last."""
+        asked = FindHolder(id), FindStatement(id)
+        self._answer(asked)
+        return asked
+
     def run(self, statement: Statement) -> None:
         """Run a statement that is no question about locks."""
         self._ask(statement)
@@ -264,7 +270,7 @@ class Keeper:
 
     def _perform(self, requests: Sequence[Request]) -> None:
         if self._session is None and not any(
-            isinstance(request, (Acquire, Statement)) for request in requests
+            isinstance(request, (Acquire, FindStatement, Statement)) for request in requests
         ):
             return
         try:

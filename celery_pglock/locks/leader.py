@@ -82,6 +82,12 @@ class Candidate:
             self.warn(asked.error)
         return self.leads
 
+    def look(self) -> None:
+        """See who leads, and do not ask for the lock."""
+        if self._keeper is not None:
+            holder, statement = self._keeper.look(self._new_hold().id)
+            self.rival, self.rival_says = holder.holder, statement.statement
+
     def confirm(self, note: str = "") -> bool:
         """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads.
 
