@@ -187,3 +187,42 @@ def test_a_beat_that_is_closed_twice_or_while_it_ticks_hands_over(
     beat.close()
     beat.close()
     judge.sees_nothing_left()
+
+
+def test_a_newcomer_lets_those_go_first_who_know_what_was_sent(
+    new_beat: Callable[..., ElectedScheduler], judge: Judge
+) -> None:
+    beat = new_beat()
+    beat.tick()
+    assert not judge.locks()
+    beat.tick()
+    assert len(judge.locks()) == 1
+
+
+def test_a_leader_says_no_more_than_it_has_sent(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    sent: list[datetime],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A publish that takes long lets Celery's heap look late for what is due meanwhile."""
+    send = Noting.apply_async
+
+    def send_slowly(self: Noting, entry: Any, **options: Any) -> None:
+        time.sleep(0.4)
+        send(self, entry, **options)
+
+    monkeypatch.setattr(Noting, "apply_async", send_slowly)
+    beat = new_beat()
+    until, read = time.monotonic() + 5, 0
+    while time.monotonic() < until:
+        wait = beat.tick()
+        (said,) = observer.execute(
+            "SELECT max(substring(query FROM 'sent until ([^ ]+)')) FROM pg_stat_activity"
+            " WHERE application_name LIKE 'pglock %' AND datname = current_database()"
+        ).fetchone()
+        if said is not None and sent:
+            read += 1
+            assert datetime.fromisoformat(said) < sent[-1] + SECOND
+        time.sleep(max(0.0, wait))
+    assert read > 5
