@@ -27,6 +27,9 @@ from localservers import PostgreSQL, Redis
 
 KILLS = int(os.environ.get("KILLS", "10"))
 
+#: Seconds that a beat has to come up.
+STARTS_WITHIN = 10.0
+
 #: Seconds after which nobody is waited for any more.
 PATIENCE = 60.0
 
@@ -106,7 +109,7 @@ def kill_leaders(contest: Contest) -> tuple[list[float], int]:
     takeovers, given_up = [], 0
     for _ in range(KILLS):
         contest.start()
-        time.sleep(4)
+        time.sleep(STARTS_WITHIN)
         contest.queue.delete("beats")
         contest.next_message()
         time.sleep(0.3)

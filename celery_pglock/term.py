@@ -71,9 +71,15 @@ class Term:
         self.behind = False
         if self._ledger is not None and time.monotonic() >= self._clean_at:
             self._clean_at = time.monotonic() + CLEAN_EVERY
-            self._ledger.clean(self.inner.schedule)
+            self._clean(self._ledger)
         wait = self.inner.tick()
         return self._poll if wait is None else float(wait)
+
+    def _clean(self, ledger: Ledger) -> None:
+        try:
+            ledger.clean(self.inner.schedule)
+        except LockError as exc:
+            self._candidate.warn(exc)
 
     def sent_until(self, began: datetime) -> datetime:
         """Return the moment up to which all slots were sent, when a tick that began then sent no more.
