@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import celery
 import psycopg
 import pytest
 from celery import Celery
@@ -116,6 +117,14 @@ def test_a_leader_whose_session_ends_steps_down_and_campaigns_again(
     assert set(counts(beats.reader.sends).values()) == {1}, "it knows itself what it has sent"
     assert first._process.poll() is None
     assert "Traceback" not in first.text()
+
+
+@pytest.mark.skipif(celery.VERSION < (5, 7), reason="beat has no remote control before Celery 5.7")
+def test_a_follower_answers_probes(beats: Beats) -> None:
+    beats.start_leader()
+    beats.start_follower("-n", "second@here", "--enable-remote-control")
+    with Celery("probe", broker=beats.broker, set_as_current=False) as probe:
+        wait_for(lambda: probe.control.ping(destination=["second@here"], timeout=1), "an answer", 30)
 
 
 def test_a_follower_writes_no_file(beats: Beats) -> None:
