@@ -13,7 +13,7 @@ from integration.judge import Judge
 
 @pytest.fixture
 def report(app: Celery) -> Task:
-    @app.task(base=AdvisoryLockedTask, name="report", lock_key=[])
+    @app.task(base=AdvisoryLockedTask, name="report", lock_key=[], shared=False)
     def report() -> str:
         return "done"
 
@@ -39,7 +39,7 @@ def test_an_entry_may_wait_as_long_as_a_task_that_waits(report: Task, judge: Jud
 
 
 def test_the_task_s_own_time_to_wait_stays(app: Celery) -> None:
-    @app.task(base=AdvisoryLockedTask, lock_key=[], lock_max_wait=7)
+    @app.task(base=AdvisoryLockedTask, lock_key=[], lock_max_wait=7, shared=False)
     def report() -> None: ...
 
     report.push_request(**entry_options(on_conflict="wait"))

@@ -176,7 +176,8 @@ def test_a_reader_that_waits_comes_behind_a_writer_that_waits(
 
     def wait(keeper: Keeper, name: str, shared: bool) -> None:
         waited = Hold(ID, shared=shared)
-        asked, holder = keeper.wait(waited, 20)
+        holder = keeper.waiter()
+        asked = holder.wait(waited, 20)
         assert asked.answer is Answer.GRANTED
         order.append(name)
         holder.release(waited)

@@ -57,7 +57,8 @@ def taken(keeper: Keeper, id: LockId = ID, **options: Any) -> Hold:
 def served(keeper: Keeper, seconds: float | None = 20, **options: Any) -> tuple[Hold, Keeper]:
     """Wait for a hold and return it with the keeper that it is released at."""
     hold = Hold(ID, **options)
-    asked, holder = keeper.wait(hold, seconds)
+    holder = keeper.waiter()
+    asked = holder.wait(hold, seconds)
     assert asked.answer is Answer.GRANTED, (asked.answer, asked.error)
     return hold, holder
 
@@ -135,7 +136,9 @@ def test_a_wait_is_bounded(keeper: Keeper, judge: Judge) -> None:
     judge.take(ID)
     since = time.monotonic()
     hold = Hold(ID)
-    asked, _ = keeper.wait(hold, 0.4)
+    waiter = keeper.waiter()
+    asked = waiter.wait(hold, 0.4)
+    waiter.release(hold)
     assert asked.answer is Answer.CONFLICT
     assert 0.4 <= time.monotonic() - since < 0.9
     assert hold.status is Hold.Status.NEW
@@ -319,13 +322,17 @@ def test_what_a_wait_takes_is_given_back(new_keeper: NewKeeper, judge: Judge, en
     def once() -> None:
         if end == "interrupted":
             assert judge.take(ID)
+            hold, waiter = Hold(ID), keeper.waiter()
             with interrupted_after(0.06):
-                keeper.wait(Hold(ID), 20)
+                waiter.wait(hold, 20)
+            waiter.release(hold)
             eventually(lambda: not waiting(judge), "a zombie waits", within=2)
             judge.give_back()
         elif end == "time is up":
             assert judge.take(ID)
-            assert keeper.wait(Hold(ID), 0.01)[0].answer is Answer.CONFLICT
+            hold, waiter = Hold(ID), keeper.waiter()
+            assert waiter.wait(hold, 0.01).answer is Answer.CONFLICT
+            waiter.release(hold)
             judge.give_back()
         else:
             hold, holder = served(keeper, min_hold=0.02 if end == "minimum hold" else 0.0)
