@@ -28,6 +28,10 @@ demo: .venv/installed
 bench: .venv/bench .venv/installed
 	PYTHONPATH=tools:. $(BIN)/python -m benchmarks $(ARGS)
 
+# Ten minutes of random faults; PGLOCK_CHAOS_SEED=n replays the choice of a run.
+chaos: .venv/installed
+	PGLOCK_CHAOS_SECONDS=$${PGLOCK_CHAOS_SECONDS:-600} $(BIN)/pytest -s --timeout=1200 tests/faults/test_chaos.py -k storm $(ARGS)
+
 lint: .venv/lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
