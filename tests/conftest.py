@@ -23,6 +23,9 @@ from localservers import MissingServer, PgBouncer, PostgreSQL, RabbitMQ, Redis
 
 FAULTS = Path(__file__).parent / "faults"
 
+#: What takes long and asks nothing of a version of Celery or PostgreSQL.
+THOROUGH = {"test_beat.py", "test_cli.py", "test_interrupts.py", "test_localservers.py"}
+
 # The time of one example says nothing on a busy machine.
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
@@ -110,6 +113,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FAULTS in item.path.parents:
             item.add_marker("faults")
+        elif item.path.name in THOROUGH:
+            item.add_marker("thorough")
 
 
 def pytest_report_header() -> list[str]:
