@@ -62,7 +62,7 @@ def test_nothing_due_is_a_slot_in_the_future(app: Celery) -> None:
 
 
 def test_the_slots_of_a_short_gap_come_one_by_one(app: Celery) -> None:
-    sent, now, found = at("2026-11-30T12:00:00"), at("2026-11-30T12:00:05.5"), []
+    sent, now, found = at("2026-11-30T12:00:00"), at("2026-11-30T12:00:05.500000"), []
     while (slot := slots.pending(every(1, app), sent, now)) and slot <= now:
         found.append(slot)
         sent = slot
@@ -87,7 +87,7 @@ def test_of_a_long_gap_the_last_slot_is_left(plan: schedule, last: str) -> None:
 
 
 def test_of_a_dense_schedule_the_last_minute_is_left(app: Celery) -> None:
-    now = at("2026-11-30T12:34:56.5")
+    now = at("2026-11-30T12:34:56.500000")
     assert slots.pending(every(1, app), at("2026-11-29T00:00:00"), now) == at("2026-11-30T12:33:57")
 
 
