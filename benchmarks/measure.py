@@ -17,6 +17,8 @@ class Contender:
     server: int | None = None
     #: So many calls are one sample.
     calls: int = 20
+    #: Seconds until what it started has ended, which would be charged to the next contender.
+    rest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def race(contenders: Mapping[str, Contender], rounds: int = 200) -> dict[str, Co
     for _ in range(rounds):
         for name in order:
             samples[name].append(sample(contenders[name]))
+            time.sleep(contenders[name].rest)
         order.append(order.pop(0))
     return {name: median_of(costs[rounds // 10 :]) for name, costs in samples.items()}
 
