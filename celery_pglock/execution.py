@@ -124,13 +124,18 @@ class Execution:
             self._left = True
         finally:
             try:
-                _executions.set(tuple(each for each in _executions.get() if each is not self))
+                self._leave()
                 self._tell_end()
             finally:
                 for publish in self._kept_back:
                     publish()
         if error is None and not self._goes_on:
             self.hold.check()
+
+    def _leave(self) -> None:
+        executions = _executions.get()
+        if self in executions:
+            _executions.set(tuple([each for each in executions if each is not self]))
 
     def clean_up(self) -> None:
         """Do what an interrupt inside of `__exit__` may have left undone.
@@ -140,8 +145,7 @@ class Execution:
         if self._interrupt is not None:
             self._interrupt.disarm()
         leave(self.hold)
-        if self in _executions.get():
-            _executions.set(tuple(each for each in _executions.get() if each is not self))
+        self._leave()
         if not self._left:
             self._granted_by.release(self.hold, success=False, linger=False)
 

@@ -154,7 +154,9 @@ def enter(hold: Hold) -> None:
 
 def leave(hold: Hold) -> None:
     """Take back `enter`."""
-    _context.set(tuple(each for each in _context.get() if each is not hold))
+    holds = _context.get()
+    if hold in holds:
+        _context.set(tuple([each for each in holds if each is not hold]))
 
 
 def covering(hold: Hold) -> Hold | None:

@@ -70,7 +70,7 @@ class Interrupt:
     def disarm(self) -> bool:
         """Let nothing be thrown from now on. Tell whether something was on its way."""
         interrupted = False
-        while True:
+        while self._armed or interrupted:
             try:
                 self._register.discard(self)
                 with self._guard:
@@ -81,7 +81,8 @@ class Interrupt:
             except LockInterrupt:  # noqa: PERF203 - thrown into this very loop
                 interrupted = True
             else:
-                return interrupted
+                break
+        return interrupted
 
     def stop(self) -> None:
         """Throw `LockInterrupt` into the code, if it still runs and its lock is lost.

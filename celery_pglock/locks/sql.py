@@ -111,7 +111,7 @@ def sql(id: LockId) -> str:
 
     Quoted, since a bare negative number is an operator at work for the parser.
     """
-    return ", ".join(f"'{key}'" for key in id)
+    return f"'{id[0]}'" if len(id) == 1 else f"'{id[0]}', '{id[1]}'"
 
 
 def sql_of_slot(id: LockId) -> str:
