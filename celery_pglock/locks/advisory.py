@@ -69,6 +69,11 @@ class AdvisoryLock:
         if error is None or isinstance(error, LockInterrupt):
             self._hold.check()
 
+    def __del__(self) -> None:
+        # An interrupt at the door of `__exit__` comes before anything there can be done about it.
+        if self._scope is not None and self._hold.status is self._hold.Status.HELD:
+            self._leave(success=False)
+
     def _leave(self, *, success: bool) -> None:
         if self._interrupt is not None:
             self._interrupt.disarm()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 
 import psycopg
-from psycopg import sql
 
 from .errors import LockSetupError, LockUnavailable
 from .requests import Statement
@@ -102,7 +101,7 @@ class Ledger:
         self._ask(CLEAN, entries=", ".join(as_sql(entry) for entry in entries))
 
     def _ask(self, template: str, **values: str) -> list[list[bytes | None]]:
-        table = sql.Identifier(*self._table.split(".")).as_string(None)
+        table = ".".join(identifier(part) for part in self._table.split("."))
         asked = Statement(template.format(table=table, schedule=as_sql(self.schedule), **values))
         self._perform(asked)
         if asked.error is not None:
@@ -125,7 +124,13 @@ class Ledger:
 def as_sql(value: str | datetime) -> str:
     """Quote a value: statements hold no parameters, see `sql`."""
     text = value if isinstance(value, str) else value.isoformat()
-    return sql.Literal(text).as_string(None)
+    escaped = text.replace("'", "''")
+    return f"'{escaped}'" if "\\" not in text else "E'" + escaped.replace("\\", "\\\\") + "'"
+
+
+def identifier(name: str) -> str:
+    """Quote a name. Psycopg's own needs a connection, before 3.2."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: bytes | None) -> str:

@@ -71,7 +71,7 @@ def test_disabled_means_no_settings_and_no_database() -> None:
     app = app_with(pglock_enabled=False, task_always_eager=True)
     assert settings_of(app) is None
     task = app.task(base=AdvisoryLockedTask, shared=False)(add_one)
-    assert task.delay(1).get() == 2
+    assert task.delay(1).result == 2
 
 
 @pytest.mark.parametrize(
