@@ -56,9 +56,9 @@ class Execution:
     ) -> None:
         """Work out what is locked. Raises `LockKeyError`."""
         self.task = task
-        self.options = options = options.asked_by(task)
-        self.settings = settings
         self.request: Context = task.request
+        self.options = options = options.asked_by(task.name, self.request.headers)
+        self.settings = settings
         self.attempts = Attempts.of(self.request)
         self.scope = transaction_for(settings) if options.in_transaction else keeper_for(settings)
         self.hold = hold_for(options, settings.namespace, args, kwargs)
@@ -68,7 +68,7 @@ class Execution:
         self.too_many_waited = False
         self.seconds_in_queue = 0.0
         self._started = False
-        self._left = False
+        self._over = False
         self._interrupt: Interrupt | None = None
         self._goes_on = options.on_lost == "continue"
         if self.identity is not None:
@@ -117,14 +117,11 @@ class Execution:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        leave(self.hold)
         try:
             # A successor of its own must not meet what its predecessor leaves behind.
-            self._granted_by.release(self.hold, success=error is None, linger=not self._kept_back)
-            self._left = True
+            self._end(success=error is None, linger=not self._kept_back)
         finally:
             try:
-                self._leave()
                 self._tell_end()
             finally:
                 for publish in self._kept_back:
@@ -132,22 +129,24 @@ class Execution:
         if error is None and not self._goes_on:
             self.hold.check()
 
-    def _leave(self) -> None:
+    def _end(self, *, success: bool, linger: bool) -> None:
+        """Release the hold, and let what runs next in this thread or greenlet know nothing of it."""
+        if self._interrupt is not None:
+            self._interrupt.disarm()
+        leave(self.hold)
         executions = _executions.get()
         if self in executions:
             _executions.set(tuple([each for each in executions if each is not self]))
+        self._granted_by.release(self.hold, success=success, linger=linger)
+        self._over = True
 
     def clean_up(self) -> None:
         """Do what an interrupt inside of `__exit__` may have left undone.
 
         A hold that stays in the context would let the next execution of its name run without a lock.
         """
-        if self._interrupt is not None:
-            self._interrupt.disarm()
-        leave(self.hold)
-        self._leave()
-        if not self._left:
-            self._granted_by.release(self.hold, success=False, linger=False)
+        if not self._over:
+            self._end(success=False, linger=False)
 
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""
@@ -324,5 +323,6 @@ def settle(task_id: str) -> None:
     if execution is None or execution.request.id != task_id or execution.identity is None:
         return
     _unsettled.set(None)
-    execution.scope.release_soon(execution.hold)
+    if execution.hold.status is Hold.Status.HELD:
+        execution.scope.release_soon(execution.hold)
     execution.scope.release_soon(execution.identity)

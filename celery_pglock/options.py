@@ -60,17 +60,17 @@ class LockOptions:
     #: Whether ``max_wait`` is the task's own, or the policy's default.
     max_wait_is_set: bool = True
 
-    def asked_by(self, task: Task[..., Any]) -> LockOptions:
-        """The options of the running message, which may ask for another policy. See `entry_options`.
+    def asked_by(self, task_name: str | None, headers: Mapping[str, Any] | None) -> LockOptions:
+        """The options of a message, which may ask for another policy. See `entry_options`.
 
         Raises `ImproperlyConfigured` for a policy that does not go with the task's other options.
         """
-        policy = (task.request.headers or {}).get(ON_CONFLICT_HEADER)
+        policy = headers.get(ON_CONFLICT_HEADER) if headers else None
         if policy is None or policy == self.on_conflict:
             return self
         if policy not in POLICIES or (policy == "wait" and self.limit > 1):
             raise ImproperlyConfigured(
-                f"task {task.name!r}: its message asks for the conflict policy {policy!r}, and"
+                f"task {task_name!r}: its message asks for the conflict policy {policy!r}, and"
                 f" {'there is no queue for N at once' if policy in POLICIES else 'there is none such'}"
             )
         max_wait = self.max_wait if self.max_wait_is_set else MAX_WAIT.get(policy, MAX_WAIT_OF_RETRIES)

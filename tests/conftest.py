@@ -18,6 +18,7 @@ from typing import NoReturn
 import hypothesis
 import psycopg
 import pytest
+from celery import _state
 
 from localservers import MissingServer, PgBouncer, PostgreSQL, RabbitMQ, Redis
 
@@ -84,6 +85,16 @@ def pgbouncer(postgres: PostgreSQL) -> Iterator[PgBouncer]:
 def rabbitmq() -> Iterator[RabbitMQ]:
     with RabbitMQ() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_shared_tasks() -> Iterator[None]:
+    """A task that is shared with the apps of later tests would be bound by them too: use `shared=False`."""
+    before = set(_state._on_app_finalizers)
+    yield
+    left = _state._on_app_finalizers - before
+    _state._on_app_finalizers -= left
+    assert not left, "the test leaves a shared task behind"
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -108,14 +108,15 @@ Request = Acquire | Release | FindHolder | FindStatement | NextToken | Ping | St
 MOST_COLUMNS = 500
 
 
-def batches(requests: Sequence[Request]) -> Iterator[list[Request]]:
+def batches(requests: Sequence[Request]) -> Iterable[Sequence[Request]]:
     """Split requests, in their order, into what one statement can ask.
 
     Two questions for one name don't go together: what the second may ask depends on the first one's answer.
     """
-    if len(requests) == 1:
-        yield list(requests)
-        return
+    return [requests] if len(requests) == 1 else split(requests)
+
+
+def split(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
     batch: list[Request] = []
     names: set[LockId] = set()
     for request in requests:

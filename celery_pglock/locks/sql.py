@@ -38,12 +38,13 @@ OWN_LOCKS = """
 
 def try_lock(hold: Hold, *, xact: bool = False) -> str:
     """0 if the session (the transaction) got it, -1 if another has it."""
-    return f"pg_try_advisory_{scope(xact=xact)}lock{suffix(shared=hold.shared)}({sql(hold.id)})::int - 1"
+    return f"pg_try_advisory_{'xact_' if xact else ''}{kind(shared=hold.shared)}({sql(hold.id)})::int - 1"
 
 
 def queue_up(hold: Hold, *, xact: bool = False) -> str:
     """0 when it is got: PostgreSQL's function returns nothing, which has the length 0."""
-    return f"length(pg_advisory_{scope(xact=xact)}lock{suffix(shared=hold.shared)}({sql(hold.id)})::text)"
+    function = f"pg_advisory_{'xact_' if xact else ''}{kind(shared=hold.shared)}"
+    return f"length({function}({sql(hold.id)})::text)"
 
 
 def unlock(hold: Hold) -> str:
@@ -51,12 +52,12 @@ def unlock(hold: Hold) -> str:
 
 
 def unlock_id(id: LockId, *, shared: bool) -> str:
-    return f"pg_advisory_unlock{suffix(shared=shared)}({sql(id)})"
+    return f"pg_advisory_un{kind(shared=shared)}({sql(id)})"
 
 
 def if_locked(identity: Hold, question: str, *, xact: bool = False) -> str:
     """Ask the question only with another lock in hand, else NULL."""
-    return f"CASE WHEN pg_try_advisory_{scope(xact=xact)}lock({sql(identity.id)}) THEN {question} END"
+    return f"CASE WHEN pg_try_advisory_{'xact_' if xact else ''}lock({sql(identity.id)}) THEN {question} END"
 
 
 def milliseconds(wait: float | None) -> str:
@@ -82,12 +83,8 @@ def truth(value: bytes | None) -> bool:
     return value == b"t"
 
 
-def scope(*, xact: bool) -> str:
-    return "xact_" if xact else ""
-
-
-def suffix(*, shared: bool) -> str:
-    return "_shared" if shared else ""
+def kind(*, shared: bool) -> str:
+    return "lock_shared" if shared else "lock"
 
 
 def try_slot(hold: Hold, own: Sequence[int]) -> str:

@@ -109,7 +109,15 @@ class Worker:
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self!r} did not end within {timeout} s:\n{self.text()[-4000:]}") from None
+            self._show_stacks()
+            raise AssertionError(f"{self!r} did not end within {timeout} s:\n{self.text()[-9000:]}") from None
+
+    def _show_stacks(self) -> None:
+        """Let all its processes write to the log where they hang, and end."""
+        for pid in (*self.children(), self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        self._process.wait()
 
     def text(self) -> str:
         """What it logged so far."""
@@ -197,6 +205,7 @@ class Fleet:
             **{key: value for key, value in os.environ.items() if not key.startswith("CELERY_")},
             "PYTHONPATH": str(TESTS),
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
             "C_FORCE_ROOT": "1",  # or Celery refuses pickle where tests run as root
             "FLEET_FOLDER": str(self.folder),
             "FLEET_CONF": json.dumps(settings),

@@ -29,11 +29,7 @@ def test_the_entry_s_policy_is_the_message_s_alone(report: Task, judge: Judge) -
 
 
 def test_an_entry_may_wait_as_long_as_a_task_that_waits(report: Task, judge: Judge) -> None:
-    report.push_request(**entry_options(on_conflict="wait"))
-    try:
-        asked = report._lock_options.asked_by(report)
-    finally:
-        report.pop_request()
+    asked = report._lock_options.asked_by("report", entry_options(on_conflict="wait")["headers"])
     assert (asked.on_conflict, asked.max_wait) == ("wait", 60)
     assert report._lock_options.max_wait == 3600
 
@@ -42,15 +38,12 @@ def test_the_task_s_own_time_to_wait_stays(app: Celery) -> None:
     @app.task(base=AdvisoryLockedTask, lock_key=[], lock_max_wait=7, shared=False)
     def report() -> None: ...
 
-    report.push_request(**entry_options(on_conflict="wait"))
-    try:
-        assert report._lock_options.asked_by(report).max_wait == 7
-    finally:
-        report.pop_request()
+    headers = entry_options(on_conflict="wait")["headers"]
+    assert report._lock_options.asked_by("report", headers).max_wait == 7
 
 
 def test_what_does_not_go_together_is_refused(app: Celery) -> None:
-    @app.task(base=AdvisoryLockedTask, name="limited", lock_key=[], lock_limit=2)
+    @app.task(base=AdvisoryLockedTask, name="limited", lock_key=[], lock_limit=2, shared=False)
     def limited() -> None: ...
 
     with pytest.raises(ImproperlyConfigured, match=r"limited.*'wait'.*no queue"):
