@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from celery import Celery
+from celery import Celery, _state
 
 from celery_pglock.locks import keeper as keeper_module
 from celery_pglock.locks.keeper import Keeper
@@ -44,6 +44,8 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(keeper_module, "_one_at_a_time", False)
     monkeypatch.setattr(keeper_module, "_keepers", {})
     monkeypatch.setattr(keeper_module, "_proven", set())
+    # Two threads that apply tasks leave Celery's global the wrong way round.
+    monkeypatch.setattr(_state, "_task_join_will_block", False)
     yield
     keeper_module.close_all()
 
