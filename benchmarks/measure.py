@@ -17,7 +17,7 @@ class Contender:
     server: int | None = None
     #: So many calls are one sample.
     calls: int = 20
-    #: Seconds until what it started has ended, which would be charged to the next contender.
+    #: Seconds until what it started has ended: each call pays for the one before, and no other contender.
     rest: float = 0.0
 
 

@@ -257,25 +257,25 @@ class Execution:
 
     def _tell_start(self) -> None:
         self._started = True
-        self._debug("lock %r acquired", self.hold.label)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("lock %r acquired", self.hold.label, extra=self.extra)
         if signals.lock_acquired.receivers:
             signals.lock_acquired.send(sender=self.task, lock=self.hold, waited=self.waited)
 
     def _tell_end(self) -> None:
-        hold, held = self.hold, self.hold.seconds_held
+        hold = self.hold
         if not self._started:
             return
         if hold.lost:
-            logger.warning("lock %r was lost after %.1f s", hold.label, held, extra=self.extra)
-            signals.lock_lost.send(sender=self.task, lock=hold, held=held)
-        else:
-            self._debug("lock %r released after %.3f s", hold.label, held)
-            if signals.lock_released.receivers:
-                signals.lock_released.send(sender=self.task, lock=hold, waited=self.waited, held=held)
-
-    def _debug(self, message: str, *args: object) -> None:
+            logger.warning("lock %r was lost after %.1f s", hold.label, hold.seconds_held, extra=self.extra)
+            signals.lock_lost.send(sender=self.task, lock=hold, held=hold.seconds_held)
+            return
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(message, *args, extra=self.extra)
+            logger.debug("lock %r released after %.3f s", hold.label, hold.seconds_held, extra=self.extra)
+        if signals.lock_released.receivers:
+            signals.lock_released.send(
+                sender=self.task, lock=hold, waited=self.waited, held=hold.seconds_held
+            )
 
     @property
     def extra(self) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class Hold:
         #: How many may hold it at once, each in a slot of its own.
         self.limit = limit
         self.slot = 0
+        #: What it occupies in PostgreSQL: the id, or the one beside it that belongs to its slot.
+        self.occupied = id
         #: Seconds from the grant that it stays taken at least.
         self.min_hold = min_hold
         #: The text behind the id; `None` where an id was given as it is.
@@ -66,13 +68,6 @@ class Hold:
     @property
     def status(self) -> Status:
         return self._status
-
-    @property
-    def occupied(self) -> LockId:
-        """What it occupies in PostgreSQL: the id, or the one beside it that belongs to its slot."""
-        if not self.slot:
-            return self.id
-        return self.id.beside(self.slot)
 
     @property
     def lost(self) -> bool:
@@ -127,7 +122,8 @@ class Hold:
     # The session's side: only the granting session calls what follows.
 
     def _granted(self, slot: int) -> None:
-        self.slot = slot
+        if slot:
+            self.slot, self.occupied = slot, self.id.beside(slot)
         self._held_since = time.monotonic()
         self._status = self.Status.HELD
 

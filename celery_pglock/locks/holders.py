@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from .keys import LockId
 
-__all__ = ["holder_query", "id_from_pg_locks", "matches", "statement_query"]
+__all__ = ["Expression", "holder_query", "id_from_pg_locks", "matches", "statement_query"]
+
+#: A text of SQL with a ``?`` for each value, and the values.
+Expression = tuple[str, tuple[object, ...]]
 
 HOLDER = """
     (SELECT {}
@@ -20,24 +23,24 @@ IN_WORDS = "format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' 
 
 #: Locks of other databases are shown too, and are none of ours.
 MATCHES = """
-    (locktype = 'advisory' AND (classid, objid, objsubid) = ({}, {}, {})
+    (locktype = 'advisory' AND (classid, objid, objsubid) = (?, ?, ?)
      AND database = (SELECT oid FROM pg_database WHERE datname = current_database()))
 """
 
 
-def holder_query(id: LockId) -> str:
+def holder_query(id: LockId) -> Expression:
     """A column that tells in words which session holds an id, NULL if none does."""
-    return HOLDER.format(IN_WORDS, matches(id))
+    return HOLDER.format(IN_WORDS, MATCHES), id_in_pg_locks(id)
 
 
-def statement_query(id: LockId) -> str:
+def statement_query(id: LockId) -> Expression:
     """A column with the last statement of the session that holds an id, NULL if none does."""
-    return HOLDER.format("query", matches(id))
+    return HOLDER.format("query", MATCHES), id_in_pg_locks(id)
 
 
-def matches(id: LockId) -> str:
+def matches(id: LockId) -> Expression:
     """A condition on ``pg_locks`` that an id fulfils."""
-    return MATCHES.format(*id_in_pg_locks(id))
+    return MATCHES, id_in_pg_locks(id)
 
 
 def id_in_pg_locks(id: LockId) -> tuple[int, int, int]:

@@ -49,6 +49,9 @@ __all__ = ["Keeper", "close_all", "keeper_for", "name_this_process", "probe", "s
 #: Seconds that an owed unlock waits for a statement to ride on.
 OWED_WITHIN = 0.2
 
+#: What a session is opened for. What it is to release is free where there is none.
+NEED_A_SESSION = (Acquire, FindStatement, Statement)
+
 #: Seconds between two looks at a hold of our own session that stands in the way of a wait.
 WAIT_FOR_OURSELVES = 0.05
 
@@ -131,7 +134,7 @@ class Keeper:
         if hold.status is hold.Status.RELEASED:
             return
         if hold.status is hold.Status.HELD:
-            if linger and hold.seconds_held < hold.min_hold:
+            if linger and hold.min_hold and hold.seconds_held < hold.min_hold:
                 self._linger(hold)
                 return
             self._ask(Release(hold))
@@ -269,17 +272,17 @@ class Keeper:
                 refuse([request], LockUnavailable("the connection broke while the lock was asked for"))
 
     def _perform(self, requests: Sequence[Request]) -> None:
-        if self._session is None and not any(
-            isinstance(request, (Acquire, FindStatement, Statement)) for request in requests
-        ):
-            return
+        session = self._session
+        if session is None or session.given_up_at is not None:
+            if not any(isinstance(request, NEED_A_SESSION) for request in requests):
+                return
+            try:
+                session = self._new_session()
+            except LockError as exc:
+                refuse(requests, exc)
+                return
         try:
-            session = self._usable_session() or self._open_session()
-        except LockError as exc:
-            refuse(requests, exc)
-            return
-        try:
-            perform(session, requests)
+            session.perform(requests)
         except SessionBroken as exc:
             self._drop_session(str(exc))
             raise
@@ -295,15 +298,15 @@ class Keeper:
             for request in requests:
                 self._perform([request])
 
-    def _usable_session(self) -> Session | None:
-        """The session, unless it was given up. Raises `LockUnavailable` while a body under it is stopped."""
-        if self._session is not None and self._session.given_up_at is not None:
+    def _new_session(self) -> Session:
+        """Open a session, in the place of one that was given up.
+
+        Raises `LockUnavailable`, also while a body under the old one is being stopped, and `LockSetupError`.
+        """
+        if self._session is not None:
             if any(interrupt.due for interrupt in list(self._running)):
                 raise LockUnavailable("it did not answer, and what ran under its locks is being stopped")
             self._drop_session("PostgreSQL did not answer")
-        return self._session
-
-    def _open_session(self) -> Session:
         self._session = session = Session(self._settings, application_name())
         self._watch.look_at(session.socket, session)
         try:
@@ -388,16 +391,6 @@ class Keeper:
                 session.cut()
         elif session.silent_for > third and not session.has_an_answer():
             session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
-
-
-def perform(session: Session, requests: Sequence[Request]) -> None:
-    """Put a batch to a session."""
-    if len(requests) == 1 and isinstance(requests[0], Acquire) and requests[0].wait != 0:
-        session.stand_in_queue(requests[0])
-    elif isinstance(requests[0], Statement):
-        session.run(requests[0])
-    else:
-        session.perform(requests)
 
 
 # This process.

@@ -96,17 +96,18 @@ class Key:
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
-        parameters = signature.parameters.values()
+        self._parameters = dict(signature.parameters)
+        parameters = self._parameters.values()
         self._plain = all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
         self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Bind a call's arguments. Raises `TypeError`, as the body itself would."""
-        if self._plain and len(args) <= len(self.signature.parameters):
+        if self._plain and len(args) <= len(self._parameters):
             # Most bodies and most calls: ten times as fast as what follows, on the way of every task.
-            given = dict(zip(self.signature.parameters, args, strict=False), **kwargs)
+            given = dict(zip(self._parameters, args, strict=False), **kwargs)
             complete = self._defaults | given
-            if len(given) == len(args) + len(kwargs) and complete.keys() == self.signature.parameters.keys():
+            if len(given) == len(args) + len(kwargs) and complete.keys() == self._parameters.keys():
                 return complete
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -270,6 +271,8 @@ def reach(value: Any, step: str | int, label: str) -> Any:
 
 def quote(text: str, punctuation: str) -> str:
     """Percent-encode what would read as part of the template."""
+    if text.isalnum():
+        return text
     for character in "%" + punctuation.replace("%", ""):
         if character in text:
             encoded = "".join(f"%{byte:02X}" for byte in character.encode())

@@ -37,6 +37,7 @@ __all__ = [
     "refusal_of",
     "session_settings",
     "set_statement",
+    "written_out",
 ]
 
 Connection = psycopg.Connection[Any]
@@ -159,25 +160,34 @@ def query(connection: Connection, statement: str) -> list[list[bytes | None]]:
 
 
 def query_prepared(
-    connection: Connection, statement: str, prepared: dict[str, bytes]
+    connection: Connection, text: str, values: Sequence[object], prepared: dict[str, bytes]
 ) -> list[list[bytes | None]]:
-    """Send a statement that only its quoted literals tell from others: those are parsed and planned once.
+    """Send a statement that comes again with other values, so that it is parsed and planned once.
 
     ``prepared`` belongs to the connection, and is bounded.
     """
-    parts = statement.split("'")
-    template = "'".join(parts[::2])
-    name = prepared.get(template)
+    name = prepared.get(text)
     if name is None:
         if len(prepared) >= MOST_PREPARED:
-            return query(connection, statement)
+            return query(connection, written_out(text, values))
         name = b"pglock%d" % len(prepared)
-        numbered = "".join(f"{part}${n}" for n, part in enumerate(parts[:-1:2], 1)) + parts[-1]
-        connection.pgconn.send_prepare(name, numbered.encode())
+        connection.pgconn.send_prepare(name, numbered(text).encode())
         rows_of(connection)
-        prepared[template] = name
-    connection.pgconn.send_query_prepared(name, [literal.encode() for literal in parts[1::2]])
+        prepared[text] = name
+    connection.pgconn.send_query_prepared(name, [str(value).encode() for value in values])
     return rows_of(connection)
+
+
+def numbered(text: str) -> str:
+    """Number the ``?`` of a text as PostgreSQL wants them."""
+    first, *parts = text.split("?")
+    return first + "".join(f"${number}{part}" for number, part in enumerate(parts, 1))
+
+
+def written_out(text: str, values: Sequence[object]) -> str:
+    """Write the values into a text: quoted, since the parser reads a bare minus as an operator."""
+    first, *parts = text.split("?")
+    return first + "".join(f"'{value}'{part}" for value, part in zip(values, parts, strict=True))
 
 
 def rows_of(connection: Connection) -> list[list[bytes | None]]:

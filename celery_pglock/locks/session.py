@@ -22,7 +22,7 @@ import psycopg
 
 from .errors import LockSetupError
 from .hold import Hold
-from .holders import holder_query, id_from_pg_locks, statement_query
+from .holders import Expression, holder_query, id_from_pg_locks, statement_query
 from .interrupt import native_poll
 from .keys import LockId
 from .requests import (
@@ -53,6 +53,7 @@ from .server import (
     refusal_of,
     session_settings,
     set_statement,
+    written_out,
 )
 from .settings import Settings
 from .sql import (
@@ -176,11 +177,25 @@ class Session:
         Raises `SessionBroken` when the connection is gone, and `LockError` when the server answered with an
         error; then nothing was granted and all that was to be released is.
         """
-        owed, self._owed = self._owed, []
-        columns = [self._plan_release(hold) for hold in owed]
-        columns += [self._plan(request) for request in requests]
+        first = requests[0]
+        if isinstance(first, Statement):
+            self._run(first)
+        elif isinstance(first, Acquire) and first.wait != 0 and len(requests) == 1:
+            self._stand_in_queue(first)
+        else:
+            self._ask(requests)
+
+    def _ask(self, requests: Sequence[Request]) -> None:
+        columns: list[Column] = []
+        if self._owed:
+            owed, self._owed = self._owed, []
+            for hold in owed:
+                columns += self._plan_release(hold)
+        for request in requests:
+            columns += self._plan(request)
         try:
-            self._execute([column for column in columns if column is not None])
+            if columns:
+                self._execute(columns)
         except psycopg.errors.LockNotAvailable:
             self._recover()
             refuse_waiting(requests)
@@ -194,8 +209,8 @@ class Session:
             self.close(str(exc))
             raise
 
-    def run(self, request: Statement) -> None:
-        """Run a statement of its own; its error is its asker's. Raises `SessionBroken`."""
+    def _run(self, request: Statement) -> None:
+        """Run a statement of its own; its error is its asker's."""
         try:
             request.rows = self._query(request.text)
         except psycopg.Error as exc:
@@ -235,7 +250,7 @@ class Session:
 
     # One statement: a column for each question, and what to do with its value.
 
-    def _plan(self, request: Request) -> Column | None:
+    def _plan(self, request: Request) -> Sequence[Column]:
         if isinstance(request, Release):
             return self._plan_release(request.hold)
         if isinstance(request, Acquire):
@@ -247,14 +262,14 @@ class Session:
         if isinstance(request, FindStatement):
             return self._plan_finding_statement(request)
         note = request.note if isinstance(request, Ping) else ""
-        return f"true /* {note} */" if note else "true", ignore
+        return [((f"true /* {note} */" if note else "true", ()), ignore)]
 
-    def _plan_release(self, hold: Hold) -> Column | None:
+    def _plan_release(self, hold: Hold) -> Sequence[Column]:
         if not self._take_out(hold):
-            return None
+            return ()
         if hold.id in self._readers:
             hold._released()
-            return None
+            return ()
         self._leaving.append(hold)
 
         def settle(unlocked: bytes | None) -> None:
@@ -263,30 +278,30 @@ class Session:
             else:
                 hold._lost("PostgreSQL did not know it any more")
 
-        return unlock(hold), settle
+        return [(unlock(hold), settle)]
 
     def _take_out(self, hold: Hold) -> bool:
         """Take a hold out of the table, and tell whether it was there."""
-        readers = self._readers.get(hold.id, [])
-        if hold in readers:
-            readers.remove(hold)
-            if not readers:
-                del self._readers[hold.id]
+        if self._holds.get(hold.occupied) is hold:
+            del self._holds[hold.occupied]
             return True
-        if self._holds.get(hold.occupied) is not hold:
+        readers = self._readers.get(hold.id, [])
+        if hold not in readers:
             return False
-        del self._holds[hold.occupied]
+        readers.remove(hold)
+        if not readers:
+            del self._readers[hold.id]
         return True
 
-    def _plan_acquire(self, request: Acquire) -> Column | None:
+    def _plan_acquire(self, request: Acquire) -> Sequence[Column]:
         hold, identity = request.hold, request.identity
         if identity is not None and identity.id in self._holds:
             request.answer = Answer.SAME_EXECUTION
-            return None
+            return ()
         question = self._question(request)
         if question is None and identity is None:
             request.answer = Answer.CONFLICT
-            return None
+            return ()
 
         def settle(value: bytes | None) -> None:
             if value is None:
@@ -300,11 +315,9 @@ class Session:
                 self._enter(hold, slot=int(value))
 
         question = question or REFUSED
-        if identity is None:
-            return question, settle
-        return if_locked(identity, question), settle
+        return [(question if identity is None else if_locked(identity, question), settle)]
 
-    def _question(self, request: Acquire) -> str | None:
+    def _question(self, request: Acquire) -> Expression | None:
         """What to ask for a hold, in an expression that gives the slot it got, or -1.
 
         None where a hold of this session stands in the way: the server would grant what the session has.
@@ -329,56 +342,59 @@ class Session:
         else:
             self._holds[hold.occupied] = hold
 
-    def _plan_finding(self, request: FindHolder) -> Column:
+    def _plan_finding(self, request: FindHolder) -> Sequence[Column]:
         def settle(holder: bytes | None) -> None:
             request.holder = None if holder is None else holder.decode(errors="replace")
 
-        return holder_query(request.id), settle
+        return [(holder_query(request.id), settle)]
 
-    def _plan_finding_statement(self, request: FindStatement) -> Column:
+    def _plan_finding_statement(self, request: FindStatement) -> Sequence[Column]:
         def settle(statement: bytes | None) -> None:
             request.statement = None if statement is None else statement.decode(errors="replace")
 
-        return statement_query(request.id), settle
+        return [(statement_query(request.id), settle)]
 
-    def _plan_token(self, request: NextToken) -> Column:
+    def _plan_token(self, request: NextToken) -> Sequence[Column]:
         def settle(token: bytes | None) -> None:
             request.token = None if token is None else int(token)
 
-        return "pg_current_xact_id()", settle
+        return [(("pg_current_xact_id()", ()), settle)]
 
     def _execute(self, columns: Sequence[Column]) -> None:
-        if columns:
-            # What one task asks comes again with the next; behind a pooler a name may be somebody else's.
-            again = len(columns) <= 3 and not self._settings.session_pooler
-            row = self._query("SELECT " + ", ".join([column for column, _ in columns]), again=again)[0]
-            if self.given_up_at is not None:
-                raise psycopg.OperationalError("the answer came too late")
-            for (_, settle), value in zip(columns, row, strict=True):
-                settle(value)
+        texts: list[str] = []
+        values: list[object] = []
+        for (text, its_values), _ in columns:
+            texts.append(text)
+            values += its_values
+        # What one task asks comes again with the next; behind a pooler a name may be somebody else's.
+        again = len(columns) <= 3 and not self._settings.session_pooler
+        [row] = self._query("SELECT " + ", ".join(texts), values, again=again)
+        if self.given_up_at is not None:
+            raise psycopg.OperationalError("the answer came too late")
+        for (_, settle), value in zip(columns, row, strict=True):
+            settle(value)
         self._leaving.clear()
 
-    def stand_in_queue(self, request: Acquire) -> None:
-        """Answer an `Acquire` that waits: PostgreSQL's own queue, first come, first served.
-
-        Raises as `perform` does.
-        """
+    def _stand_in_queue(self, request: Acquire) -> None:
+        """Answer an `Acquire` that waits: PostgreSQL's own queue, first come, first served."""
         self._in_queue = True
         try:
             self._query(set_statement({"lock_timeout": milliseconds(request.wait)}))
-            self.perform([request])
+            self._ask([request])
         except psycopg.Error as exc:
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
         finally:
             self._in_queue = False
 
-    def _query(self, statement: str, *, again: bool = False) -> list[list[bytes | None]]:
+    def _query(
+        self, text: str, values: Sequence[object] = (), *, again: bool = False
+    ) -> list[list[bytes | None]]:
         self._sent_at = time.monotonic()
         if again:
-            rows = query_prepared(self._connection, statement, self._prepared)
+            rows = query_prepared(self._connection, text, values, self._prepared)
         else:
-            rows = query(self._connection, statement)
+            rows = query(self._connection, written_out(text, values) if values else text)
         self._sent_at, self._answered_at = None, time.monotonic()
         return rows
 
@@ -393,7 +409,8 @@ class Session:
             for *where, shared in ([int(part or 0) for part in row] for row in self._query(OWN_LOCKS)):
                 id = id_from_pg_locks(*where)
                 if id not in known:
-                    self._query(f"SELECT {unlock_id(id, shared=bool(shared))}")
+                    text, values = unlock_id(id, shared=bool(shared))
+                    self._query(f"SELECT {text}", values)
         except psycopg.Error as exc:
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
@@ -402,7 +419,8 @@ class Session:
         self._leaving.clear()
 
 
-Column = tuple[str, Callable[[bytes | None], None]]
+#: What is asked, and what to do with the answer.
+Column = tuple[Expression, Callable[[bytes | None], None]]
 
 
 def ignore(_: bytes | None) -> None:

@@ -1,8 +1,4 @@
-"""The SQL of session locks: expressions, one for each question, and how their values read.
-
-Ids are written as quoted literals: so a statement can be sent as it is, behind every pooler, or taken apart
-into its text and its values, for a session that prepares it.
-"""
+"""The SQL of session locks: expressions, one for each question, and how their values read."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Sequence
 
 from .errors import LockSetupError
 from .hold import Hold
-from .holders import matches
+from .holders import Expression, matches
 from .keys import LockId
 from .requests import Answer
 
@@ -35,29 +31,43 @@ OWN_LOCKS = """
     WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
 """
 
+#: The arguments of PostgreSQL's functions, whose number tells the two key spaces apart.
+ARGUMENTS = {1: "(?)", 2: "(?, ?)"}
 
-def try_lock(hold: Hold, *, xact: bool = False) -> str:
+
+def try_lock(hold: Hold, *, xact: bool = False) -> Expression:
     """0 if the session (the transaction) got it, -1 if another has it."""
-    return f"pg_try_advisory_{'xact_' if xact else ''}{kind(shared=hold.shared)}({sql(hold.id)})::int - 1"
+    function = TRY_LOCK[xact, hold.shared]
+    return f"{function}{ARGUMENTS[len(hold.id)]}::int - 1", hold.id
 
 
-def queue_up(hold: Hold, *, xact: bool = False) -> str:
+def queue_up(hold: Hold, *, xact: bool = False) -> Expression:
     """0 when it is got: PostgreSQL's function returns nothing, which has the length 0."""
-    function = f"pg_advisory_{'xact_' if xact else ''}{kind(shared=hold.shared)}"
-    return f"length({function}({sql(hold.id)})::text)"
+    function = LOCK[xact, hold.shared]
+    return f"length({function}{ARGUMENTS[len(hold.id)]}::text)", hold.id
 
 
-def unlock(hold: Hold) -> str:
+def unlock(hold: Hold) -> Expression:
     return unlock_id(hold.occupied, shared=hold.shared)
 
 
-def unlock_id(id: LockId, *, shared: bool) -> str:
-    return f"pg_advisory_un{kind(shared=shared)}({sql(id)})"
+def unlock_id(id: LockId, *, shared: bool) -> Expression:
+    return UNLOCK[shared] + ARGUMENTS[len(id)], id
 
 
-def if_locked(identity: Hold, question: str, *, xact: bool = False) -> str:
+def if_locked(identity: Hold, question: Expression, *, xact: bool = False) -> Expression:
     """Ask the question only with another lock in hand, else NULL."""
-    return f"CASE WHEN pg_try_advisory_{'xact_' if xact else ''}lock({sql(identity.id)}) THEN {question} END"
+    text, values = question
+    return f"CASE WHEN {TRY_LOCK[xact, False]}(?) THEN {text} END", (*identity.id, *values)
+
+
+LOCK = {
+    (xact, shared): f"pg_advisory_{'xact_' * xact}lock{'_shared' * shared}"
+    for xact in (False, True)
+    for shared in (False, True)
+}
+TRY_LOCK = {kind: function.replace("pg_", "pg_try_") for kind, function in LOCK.items()}
+UNLOCK = {False: "pg_advisory_unlock", True: "pg_advisory_unlock_shared"}
 
 
 def milliseconds(wait: float | None) -> str:
@@ -66,7 +76,7 @@ def milliseconds(wait: float | None) -> str:
 
 
 #: A slot that nobody gets.
-REFUSED = "-1"
+REFUSED: Expression = ("-1", ())
 
 
 def answer_of(slot: bytes | None) -> Answer:
@@ -83,37 +93,22 @@ def truth(value: bytes | None) -> bool:
     return value == b"t"
 
 
-def kind(*, shared: bool) -> str:
-    return "lock_shared" if shared else "lock"
-
-
-def try_slot(hold: Hold, own: Sequence[int]) -> str:
+def try_slot(hold: Hold, own: Sequence[int]) -> Expression:
     """Ask for the first free one of a name's slots, but for those that this session has.
 
     CASE, since the order of an AND is the planner's to choose, and a slot of our own would be granted again.
     """
-    mine = f"slot = ANY ('{{{','.join(map(str, own))}}}'::int[])"
-    attempt = f"CASE WHEN {mine} THEN false ELSE pg_try_advisory_lock({sql_of_slot(hold.id)}) END"
-    slots = f"generate_series(0, '{hold.limit - 1}'::int) AS slot"
-    return f"coalesce((SELECT slot FROM {slots} WHERE {attempt} LIMIT 1), -1)"
-
-
-def nobody_waits_for(id: LockId) -> str:
-    """0 if nobody waits for an id that this session shares, else -1: readers must not starve a writer."""
-    return f"EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {matches(id)})::int * -1"
-
-
-def sql(id: LockId) -> str:
-    """An id as the arguments of PostgreSQL's functions, whose number tells the two key spaces apart.
-
-    Quoted, since a bare negative number is an operator at work for the parser.
-    """
-    return f"'{id[0]}'" if len(id) == 1 else f"'{id[0]}', '{id[1]}'"
-
-
-def sql_of_slot(id: LockId) -> str:
-    """`LockId.beside`, for a column ``slot``."""
-    *rest, last = id
+    *rest, last = hold.id
     kind = "int" if rest else "bigint"
-    beside = f"('{last}'::{kind} {'-' if last > 0 else '+'} slot::int)::{kind}"
-    return ", ".join([*(f"'{key}'" for key in rest), beside])
+    # `LockId.beside`, for a column ``slot``.
+    beside = f"(?::{kind} {'-' if last > 0 else '+'} slot::int)::{kind}"
+    arguments = ", ".join(["?"] * len(rest) + [beside])
+    attempt = f"CASE WHEN slot = ANY (?::int[]) THEN false ELSE pg_try_advisory_lock({arguments}) END"
+    text = f"coalesce((SELECT slot FROM generate_series(0, ?::int) AS slot WHERE {attempt} LIMIT 1), -1)"
+    return text, (hold.limit - 1, f"{{{','.join(map(str, own))}}}", *hold.id)
+
+
+def nobody_waits_for(id: LockId) -> Expression:
+    """0 if nobody waits for an id that this session shares, else -1: readers must not starve a writer."""
+    condition, values = matches(id)
+    return f"EXISTS (SELECT FROM pg_locks WHERE NOT granted AND {condition})::int * -1", values

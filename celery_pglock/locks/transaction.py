@@ -22,7 +22,7 @@ import psycopg
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
-from .holders import holder_query, matches
+from .holders import Expression, holder_query, matches
 from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .requests import Acquire, Answer
@@ -37,6 +37,7 @@ from .server import (
     reason_of,
     refusal_of,
     set_statement,
+    written_out,
 )
 from .settings import Settings
 from .sql import answer_of, if_locked, milliseconds, queue_up, try_lock
@@ -203,14 +204,14 @@ class Transaction:
         except LockError:
             return None
         try:
-            holder = line.ask(f"SELECT {holder_query(id)}")[0][0]
+            holder = line.ask("SELECT " + written_out(*holder_query(id)))[0][0]
         except psycopg.Error as exc:
             line.close(reason_of(exc))
             return None
         put_back(line)
         return None if holder is None else holder.decode(errors="replace")
 
-    def _ask(self, asked: Acquire, question: str) -> None:
+    def _ask(self, asked: Acquire, question: Expression) -> None:
         try:
             line = warm_line(self._settings)
             try:
@@ -225,7 +226,7 @@ class Transaction:
         except LockError as exc:
             asked.answer, asked.error = Answer.UNKNOWN, exc
 
-    def _try(self, line: Line, asked: Acquire, question: str) -> None:
+    def _try(self, line: Line, asked: Acquire, question: Expression) -> None:
         try:
             try:
                 slot = self._lock(line, asked, question)
@@ -241,13 +242,13 @@ class Transaction:
             line.close("its task was interrupted while PostgreSQL was asked")
             raise
 
-    def _lock(self, line: Line, asked: Acquire, question: str) -> bytes | None:
-        unlimited = set_statement(ITS_SETTINGS, local=True)
+    def _lock(self, line: Line, asked: Acquire, question: Expression) -> bytes | None:
+        unlimited, lock = set_statement(ITS_SETTINGS, local=True), "SELECT " + written_out(*question)
         if asked.wait == 0:
-            return line.ask(RESET, BEGIN, unlimited, f"SELECT {question}")[0][0]
+            return line.ask(RESET, BEGIN, unlimited, lock)[0][0]
         before = line.ask(RESET, BEGIN, unlimited, SHOW)[0]
         line.ask(set_statement(dict(zip(TIMEOUTS, (milliseconds(asked.wait), "0"), strict=True)), local=True))
-        slot = query(line.connection, f"SELECT {question}")[0][0]
+        slot = query(line.connection, lock)[0][0]
         line.ask(set_statement(dict(zip(TIMEOUTS, map(text, before), strict=True)), local=True))
         return slot
 
@@ -285,7 +286,7 @@ def still_held(line: Line, hold: Hold) -> bool:
         raise psycopg.errors.InFailedSqlTransaction("the body went on after an error of its transaction")
     if status is psycopg.pq.TransactionStatus.IDLE:
         return False
-    mine = f"granted AND pid = pg_backend_pid() AND {matches(hold.id)}"
+    mine = f"granted AND pid = pg_backend_pid() AND {written_out(*matches(hold.id))}"
     return line.ask(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {mine})")[0][0] == b"t"
 
 
