@@ -71,7 +71,8 @@ class AdvisoryLock:
 
     def __del__(self) -> None:
         # An interrupt at the door of `__exit__` comes before anything there can be done about it.
-        if self._scope is not None and self._hold.status is self._hold.Status.HELD:
+        # One that was released does next to nothing here, since what is raised in here is lost.
+        if self._scope is not None:
             self._leave(success=False)
 
     def _leave(self, *, success: bool) -> None:
@@ -85,6 +86,7 @@ class AdvisoryLock:
         except BaseException:
             self._scope.release_soon(self._hold)
             raise
+        self._scope = None
 
     def _acquire(self, settings: Settings) -> None:
         since = time.monotonic()
