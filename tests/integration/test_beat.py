@@ -218,7 +218,7 @@ def test_a_leader_says_no_more_than_it_has_sent(
     while time.monotonic() < until:
         wait = beat.tick()
         (said,) = observer.execute(
-            "SELECT max(substring(query FROM 'sent until ([^ ]+)')) FROM pg_stat_activity"
+            "SELECT max(substring(query FROM 'sent until ([^'']+)')) FROM pg_stat_activity"
             " WHERE application_name LIKE 'pglock %' AND datname = current_database()"
         ).fetchone()
         if said is not None and sent:
