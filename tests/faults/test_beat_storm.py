@@ -19,7 +19,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from faults.beats import Beat, Beats, counts, missing
+from faults.beats import Beat, Beats, Send, counts, missing
 from faults.fleet import flush, wait_for
 from faults.proxy import Proxy
 from localservers import PostgreSQL, Redis
@@ -27,6 +27,9 @@ from localservers import PostgreSQL, Redis
 FAULTS = int(os.environ.get("PGLOCK_BEAT_FAULTS", "0"))
 
 HOLDER = "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE objsubid = 1"
+
+#: Seconds from the broker's answer to the leader's record of it, on a busy machine.
+RECORDED_WITHIN = 0.1
 
 #: Where the server learns late that the leader is gone: within its bound, and the next poll.
 SLOW = ("frozen", "silent")
@@ -38,6 +41,8 @@ class Storm:
     def __init__(self, beats: Beats, postgres: PostgreSQL, ways: ExitStack) -> None:
         self.beats, self.postgres, self.ways = beats, postgres, ways
         self.proxies: dict[Beat, Proxy] = {}
+        #: When each fault struck, and when it was done.
+        self.faults: list[tuple[float, float]] = []
         #: Seconds from each fault to the next leader.
         self.takeovers: dict[str, list[float]] = {}
 
@@ -67,6 +72,7 @@ class Storm:
         before = {beat: beat.text().count("this beat leads: ") for beat in others}
         struck = time.time()
         getattr(self, f"_{kind}")(leader)
+        self.faults.append((struck, time.time()))
         if kind in ("restart", "backend"):
             self.leader()
         else:
@@ -75,6 +81,10 @@ class Storm:
                 time.sleep(0.01)
             self.takeovers.setdefault(kind, []).append(time.time() - struck)
         self._heal(kind, leader)
+
+    def struck_at(self, moment: float) -> bool:
+        """Whether a fault struck then: a record follows its send within milliseconds."""
+        return any(struck - RECORDED_WITHIN < moment < done + RECORDED_WITHIN for struck, done in self.faults)
 
     def _killed(self, leader: Beat) -> None:
         leader.kill()
@@ -136,7 +146,10 @@ def storm(own_postgres: PostgreSQL, redis: Redis, tmp_path: Path) -> Iterator[Ca
 @pytest.mark.timeout(120 + 60 * FAULTS)
 @pytest.mark.parametrize("ledger", ["celery_pglock_beat", None], ids=["ledger", "no ledger"])
 def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
-    """With a ledger each due slot once. Without one none is left out, and few come twice."""
+    """Each due slot once, with a ledger and without one.
+
+    But for one case: the fault struck between the broker's answer and the leader's own record.
+    """
     weather = storm(pglock_beat_ledger=ledger)
     rng = random.Random(5)
     kinds = [rng.choice(KINDS) for _ in range(FAULTS)] or ["killed", "backend", "asked"]
@@ -147,19 +160,27 @@ def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
     report(weather, kinds)
     sends = weather.beats.reader.sends
     assert not missing(sends)
-    # Twice for each takeover: a leader that is struck at once has made up for another's gap.
-    assert max(counts(sends).values()) <= 3
-    if ledger is not None:
-        # A leader that died between the broker's answer and its record of it.
-        assert sum(count - 1 for count in counts(sends).values()) <= len(kinds) // 10
+    assert max(counts(sends).values()) <= 2
+    unexplained = [send for send in sent_twice(sends) if not weather.struck_at(send.arrived)]
+    assert not unexplained, weather.faults
+    assert len(sent_twice(sends)) <= len(kinds) // 10
+
+
+def sent_twice(sends: list[Send]) -> list[Send]:
+    """The first message of each slot that has several."""
+    many = {slot for slot, count in counts(sends).items() if count > 1}
+    firsts = {(send.entry, send.due): send for send in reversed(sends) if (send.entry, send.due) in many}
+    return list(firsts.values())
 
 
 def report(storm: Storm, kinds: list[str]) -> None:
     sent = counts(storm.beats.reader.sends)
     twice = [count for count in sent.values() if count > 1]
     left_out = len(missing(storm.beats.reader.sends))
+    explained = [storm.struck_at(send.arrived) for send in sent_twice(storm.beats.reader.sends)]
     print(f"\n{len(kinds)} faults, {len(sent)} slots, {left_out} left out,"
-          f" {len(twice)} more than once, at most {max(sent.values())} times")  # fmt: skip
+          f" {len(twice)} more than once, at most {max(sent.values())} times,"
+          f" {sum(explained)} of them struck in the middle")  # fmt: skip
     for kind, seconds in sorted(storm.takeovers.items()):
         print(f"  {kind}: {len(seconds)} takeovers, median {statistics.median(seconds):.2f} s,"
               f" maximum {max(seconds):.2f} s")  # fmt: skip
