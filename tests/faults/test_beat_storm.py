@@ -13,16 +13,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-from faults.beats import Beat, Beats, Send, counts, missing
+from faults.beats import Beat, Beats, Send, counts
 from faults.fleet import flush, wait_for
 from faults.proxy import Proxy
 from localservers import PostgreSQL, Redis
+
+SECOND = timedelta(seconds=1)
 
 FAULTS = int(os.environ.get("PGLOCK_BEAT_FAULTS", "0"))
 
@@ -132,7 +135,7 @@ def storm(own_postgres: PostgreSQL, redis: Redis, tmp_path: Path) -> Iterator[Ca
         def make(**conf: Any) -> Storm:
             broker = redis.url(15)
             flush(broker)
-            beats = Beats(tmp_path, broker, own_postgres.url(), **conf)
+            beats = Beats(tmp_path, broker, own_postgres.url(), SECOND, pglock_beat_poll=1.0, **conf)
             ways.callback(beats.close)
             storm = Storm(beats, own_postgres, ways)
             storm.start().wait_leading()
@@ -159,7 +162,7 @@ def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
     weather.beats.reader.wait(9, since=time.time() + 1)
     report(weather, kinds)
     sends = weather.beats.reader.sends
-    assert not missing(sends)
+    assert not weather.beats.missing()
     assert max(counts(sends).values()) <= 2
     unexplained = [send for send in sent_twice(sends) if not weather.struck_at(send.arrived)]
     assert not unexplained, weather.faults
@@ -176,7 +179,7 @@ def sent_twice(sends: list[Send]) -> list[Send]:
 def report(storm: Storm, kinds: list[str]) -> None:
     sent = counts(storm.beats.reader.sends)
     twice = [count for count in sent.values() if count > 1]
-    left_out = len(missing(storm.beats.reader.sends))
+    left_out = len(storm.beats.missing())
     explained = [storm.struck_at(send.arrived) for send in sent_twice(storm.beats.reader.sends)]
     print(f"\n{len(kinds)} faults, {len(sent)} slots, {left_out} left out,"
           f" {len(twice)} more than once, at most {max(sent.values())} times,"
