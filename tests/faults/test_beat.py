@@ -93,18 +93,19 @@ def test_a_killed_leader_is_replaced_within_a_poll(beats: Beats) -> None:
     first.kill()
     killed = time.time()
     sends = beats.reader.wait(9, since=killed)
-    assert sends[0].arrived - killed < 1.5
+    assert sends[0].arrived - killed < 2.0
     assert not beats.missing()
     assert set(counts(beats.reader.sends).values()) == {1}
 
 
 def test_sigterm_hands_over_at_once_and_ends_with_0(beats: Beats) -> None:
     """Whenever it comes, also between a send and its record. Nobody waits for a poll."""
-    first, second = beats.pair(pglock_beat_poll=1.0)
+    first = beats.start_leader()
+    second = beats.start_follower(pglock_beat_poll=3.0)
     beats.reader.wait(3)
     first.signal(signal.SIGTERM)
     asked = time.time()
-    assert second.wait_leading() - asked < 0.6
+    assert second.wait_leading() - asked < 1.5
     assert first.wait_ended() == 0
     beats.reader.wait(6, since=time.time())
     assert not beats.missing()
