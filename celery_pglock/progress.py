@@ -16,7 +16,8 @@ __all__ = ["Progress"]
 LONGEST = 7999
 
 SENT = "sent "
-SENT_UNTIL = re.compile(r"sent until ([^\s']+)")
+#: Alone, or in the statement that tells it. Entries may have any name.
+SENT_UNTIL = re.compile(r"(?:NOTIFY \"[^\"]*\", ')?sent until ([0-9T:.+-]+)'?")
 
 
 class Progress:
@@ -45,7 +46,7 @@ class Progress:
 
     def hear(self, words: str) -> bool:
         """Take down what a leader tells, or a statement in which he told it. False for anything else."""
-        until = SENT_UNTIL.search(words)
+        until = SENT_UNTIL.fullmatch(words)
         if until is not None:
             self.sent_until(datetime.fromisoformat(until[1]))
             return True

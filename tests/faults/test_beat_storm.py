@@ -167,6 +167,9 @@ def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
     unexplained = [send for send in sent_twice(sends) if not weather.struck_at(send.arrived)]
     assert not unexplained, weather.faults
     assert len(sent_twice(sends)) <= len(kinds) // 10
+    if FAULTS:
+        assert statistics.median(weather.takeovers["killed"]) < 1.0
+        assert statistics.median(weather.takeovers["asked"]) < 0.6
 
 
 def sent_twice(sends: list[Send]) -> list[Send]:

@@ -108,7 +108,7 @@ def test_a_user_s_own_schedule_is_asked_and_not_computed(app: Celery) -> None:
     assert slots.floor(odd, moment) == moment
 
 
-@pytest.mark.parametrize("event", ["sunrise", "sunset", "solar_noon", "dusk_astronomical"])
+@pytest.mark.parametrize("event", ["sunrise", "sunset", "solar_noon"])
 def test_a_solar_event_is_one_slot_from_whatever_moment_it_is_looked_for(app: Celery, event: str) -> None:
     pytest.importorskip("ephem")
     plan = solar(event, 52.5, 13.4, app=app)
