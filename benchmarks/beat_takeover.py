@@ -28,8 +28,8 @@ from localservers import PostgreSQL, Redis
 
 KILLS = int(os.environ.get("KILLS", "10"))
 
-#: Seconds that a beat has to come up.
-STARTS_WITHIN = 10.0
+#: Seconds that a beat has to find out who leads, when it has come up.
+LOOKS_WITHIN = 3.0
 
 #: Seconds after which nobody is waited for any more.
 PATIENCE = 60.0
@@ -75,6 +75,13 @@ class Contest:
         self.beats.append(beat)
         return beat
 
+    def start_and_wait(self) -> None:
+        """Start one, and wait until it can take over."""
+        self.start()
+        while not all("beat: Starting" in self.log_of(beat) for beat in self.beats):
+            time.sleep(0.1)
+        time.sleep(LOOKS_WITHIN)
+
     def log_of(self, beat: subprocess.Popen[bytes]) -> str:
         return (self.folder / f"{self.beats.index(beat)}.log").read_text()
 
@@ -113,8 +120,7 @@ def kill_leaders(contest: Contest) -> tuple[list[float], list[int], int]:
     """
     takeovers, balances, given_up = [], [], 0
     for _ in range(KILLS):
-        contest.start()
-        time.sleep(STARTS_WITHIN)
+        contest.start_and_wait()
         contest.queue.delete("beats")
         began = contest.next_message()
         time.sleep(0.3)
@@ -145,8 +151,7 @@ def balance(contest: Contest, began: float | None, came: float) -> int:
 def restart_store(contest: Contest, store: Any) -> str:
     """Restart what holds the lock, and tell what became of the two beats."""
     while sum(beat.poll() is None for beat in contest.beats) < 2:
-        contest.start()
-    time.sleep(6)
+        contest.start_and_wait()
     store.stop()
     time.sleep(1)
     store.start()

@@ -53,8 +53,8 @@ class Candidate:
         """
         self._keeper = Keeper(settings, shared=False, pings=pings) if settings is not None else None
         self._new_hold = hold
-        self._channel = "pglock:" + ":".join(map(str, hold().id))
-        self._listens = False
+        #: Where leaders `tell`, if anybody listens.
+        self._channel: str | None = None
         #: Whether somebody has just resigned.
         self._is_vacant = False
         self.term: Hold | None = None
@@ -105,7 +105,7 @@ class Candidate:
     def listen(self, told: Callable[[str], object]) -> None:
         """Hand on what leaders `tell` the others, from the next session on."""
         if self._keeper is not None:
-            self._listens = True
+            self._channel = "pglock:" + ":".join(map(str, self._new_hold().id))
             self._keeper.listen(self._channel, lambda note: self._hear(note, told))
 
     def _hear(self, note: str, told: Callable[[str], object]) -> None:
@@ -133,6 +133,8 @@ class Candidate:
         return self.leads
 
     def _notify(self, note: str) -> None:
+        if self._channel is None:
+            return
         escaped = note.replace("'", "''")
         self.run(Statement(f"NOTIFY \"{self._channel}\", '{escaped}'"))
 
@@ -159,7 +161,7 @@ class Candidate:
         term = self.term
         self.resign()
         # Not when it resigns since it can't work: where nobody can, they would wake each other in turns.
-        if self._listens and term is not None and term.status is term.Status.RELEASED:
+        if term is not None and term.status is term.Status.RELEASED:
             self._notify(RESIGNED)
         if self._keeper is not None:
             self._keeper.retire()
