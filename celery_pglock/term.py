@@ -123,7 +123,8 @@ class Term:
                 # An entry that has never run says that it ran when it was built.
                 is_stored = (built_at - last).total_seconds() > self._poll
                 last = max(last, sent_until) if is_stored else sent_until
-            if self._ledger is None and name in self._progress.last:
+            if name in self._progress.last:
+                # Also with a ledger: a session may end between a send and its record.
                 last = max(last, self._progress.last[name])
             self._go_on_after(entry, slots.floor(entry.schedule, last))
 

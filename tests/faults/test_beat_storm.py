@@ -6,6 +6,7 @@ it and prints the figures.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,32 @@ FAULTS = int(os.environ.get("PGLOCK_BEAT_FAULTS", "0"))
 
 HOLDER = "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE objsubid = 1"
 
-#: Seconds from the broker's answer to the leader's record of it, on a busy machine.
-RECORDED_WITHIN = 0.1
+#: Seconds from a leader's question to its record of what it sent, on a busy machine.
+RECORDED_WITHIN = 0.25
 
 #: Where the server learns late that the leader is gone: within its bound, and the next poll.
 SLOW = ("frozen", "silent")
+
+
+@dataclass
+class Fault:
+    """What was done to a leader, and when."""
+
+    kind: str
+    sender: str
+    struck: float
+    done: float = math.inf
+    healed: float = math.inf
+
+    def explains(self, sends: list[Send]) -> bool:
+        """Whether it struck the leader in the middle of one of these sends.
+
+        Who was frozen there ends what it had begun when it wakes.
+        """
+        moments = [send.arrived for send in sends if send.headers["origin"].startswith(self.sender)]
+        struck = any(self.struck - RECORDED_WITHIN < at < self.done + RECORDED_WITHIN for at in moments)
+        woke = self.kind == "frozen" and any(0 < at - self.healed < 2 * RECORDED_WITHIN for at in moments)
+        return struck or woke
 
 
 class Storm:
@@ -44,8 +67,7 @@ class Storm:
     def __init__(self, beats: Beats, postgres: PostgreSQL, ways: ExitStack) -> None:
         self.beats, self.postgres, self.ways = beats, postgres, ways
         self.proxies: dict[Beat, Proxy] = {}
-        #: When each fault struck, and when it was done.
-        self.faults: list[tuple[float, float]] = []
+        self.faults: list[Fault] = []
         #: Seconds from each fault to the next leader.
         self.takeovers: dict[str, list[float]] = {}
 
@@ -74,8 +96,10 @@ class Storm:
         wait_for(lambda: any(map(follows, others)), "a follower", 120)
         before = {beat: beat.text().count("this beat leads: ") for beat in others}
         struck = time.time()
+        fault = Fault(kind, f"gen{leader.pid}@", struck)
+        self.faults.append(fault)
         getattr(self, f"_{kind}")(leader)
-        self.faults.append((struck, time.time()))
+        fault.done = time.time()
         if kind in ("restart", "backend"):
             self.leader()
         else:
@@ -83,11 +107,8 @@ class Storm:
                 assert time.time() < struck + 40, f"nobody leads after {kind}"
                 time.sleep(0.01)
             self.takeovers.setdefault(kind, []).append(time.time() - struck)
+        fault.healed = time.time()
         self._heal(kind, leader)
-
-    def struck_at(self, moment: float) -> bool:
-        """Whether a fault struck then: a record follows its send within milliseconds."""
-        return any(struck - RECORDED_WITHIN < moment < done + RECORDED_WITHIN for struck, done in self.faults)
 
     def _killed(self, leader: Beat) -> None:
         leader.kill()
@@ -164,29 +185,31 @@ def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
     sends = weather.beats.reader.sends
     assert not weather.beats.missing()
     assert max(counts(sends).values()) <= 2
-    unexplained = [send for send in sent_twice(sends) if not weather.struck_at(send.arrived)]
-    assert not unexplained, weather.faults
-    assert len(sent_twice(sends)) <= len(kinds) // 10
+    twice = sent_twice(sends)
+    for slot in twice:
+        assert any(fault.explains(slot) for fault in weather.faults), slot
+    # A leader is in the middle of a send for some milliseconds of each second.
+    assert len(twice) <= math.ceil(len(kinds) / 10)
     if FAULTS:
         assert statistics.median(weather.takeovers["killed"]) < 1.0
         assert statistics.median(weather.takeovers["asked"]) < 0.6
 
 
-def sent_twice(sends: list[Send]) -> list[Send]:
-    """The first message of each slot that has several."""
-    many = {slot for slot, count in counts(sends).items() if count > 1}
-    firsts = {(send.entry, send.due): send for send in reversed(sends) if (send.entry, send.due) in many}
-    return list(firsts.values())
+def sent_twice(sends: list[Send]) -> list[list[Send]]:
+    """The messages of each slot that has several."""
+    many = [slot for slot, count in counts(sends).items() if count > 1]
+    return [[send for send in sends if (send.entry, send.due) == slot] for slot in many]
 
 
 def report(storm: Storm, kinds: list[str]) -> None:
     sent = counts(storm.beats.reader.sends)
     twice = [count for count in sent.values() if count > 1]
     left_out = len(storm.beats.missing())
-    explained = [storm.struck_at(send.arrived) for send in sent_twice(storm.beats.reader.sends)]
+    struck = [fault.kind for slot in sent_twice(storm.beats.reader.sends) for fault in storm.faults
+              if fault.explains(slot)]  # fmt: skip
     print(f"\n{len(kinds)} faults, {len(sent)} slots, {left_out} left out,"
           f" {len(twice)} more than once, at most {max(sent.values())} times,"
-          f" {sum(explained)} of them struck in the middle")  # fmt: skip
+          f" struck in the middle: {struck}")  # fmt: skip
     for kind, seconds in sorted(storm.takeovers.items()):
         print(f"  {kind}: {len(seconds)} takeovers, median {statistics.median(seconds):.2f} s,"
               f" maximum {max(seconds):.2f} s")  # fmt: skip
