@@ -92,7 +92,8 @@ class ElectedScheduler:
         self._progress = Progress()
         self._candidate.listen(self._progress.hear)
         self._follows: str | None = None
-        self._knows_the_leader = False
+        #: Whether it looked who leads, and has not asked for the lock since.
+        self._looked = False
         self._ticks = self._closed = False
         self._failed_at: float | None = None
 
@@ -142,13 +143,13 @@ class ElectedScheduler:
     def _campaign(self) -> bool:
         """Ask for the lock, and take over if it is granted.
 
-        A newcomer only looks who leads at first: those that know what was sent have precedence.
+        Who has just come, or was cut off, only looks who leads at first, and listens for a poll's length:
+        those that heard what was sent have precedence.
         """
-        if not self._knows_the_leader:
-            self._knows_the_leader = True
-            self._candidate.look()
-            self._follow()
-            return not self._candidate.is_real and self._campaign()
+        if not self._candidate.listens and not self._looked:
+            self._look()
+            return False
+        self._looked = False
         if not self._candidate.campaign():
             self._follow()
             return False
@@ -167,6 +168,11 @@ class ElectedScheduler:
             return False
         logger.info("this beat leads: lock %r", self.lock)
         return True
+
+    def _look(self) -> None:
+        self._looked = True
+        self._candidate.look()
+        self._follow()
 
     def _build(self, ledger: Ledger | None) -> Scheduler:
         inner = self._inner_class(app=self.app, **self._options)
@@ -209,7 +215,8 @@ class ElectedScheduler:
             self._candidate.tell(str(self._progress))
         if not self._candidate.leads:
             self._stand_down("its lock was lost")
-            return self.max_interval
+            self._look()
+            return self._candidate.rest(self.max_interval)
         return min(wait, self.max_interval)
 
     def _stand_down(self, reason: str, error: Exception | None = None) -> None:

@@ -161,6 +161,11 @@ class Keeper:
         """
         self._listens = channel, told
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session."""
+        return self._session is not None
+
     def hear(self, seconds: float) -> bool:
         """Wait until something is told, for so long at most. False where there is no session to hear it."""
         session = self._session

@@ -108,6 +108,11 @@ class Candidate:
             self._channel = "pglock:" + ":".join(map(str, self._new_hold().id))
             self._keeper.listen(self._channel, lambda note: self._hear(note, told))
 
+    @property
+    def listens(self) -> bool:
+        """Whether all that was told since the last question was heard, or locks are disabled."""
+        return self._keeper is None or self._keeper.is_open
+
     def _hear(self, note: str, told: Callable[[str], object]) -> None:
         if note == RESIGNED:
             self._is_vacant = True
