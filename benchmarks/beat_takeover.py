@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -27,8 +28,8 @@ from localservers import PostgreSQL, Redis
 
 KILLS = int(os.environ.get("KILLS", "10"))
 
-#: Seconds that a beat has to come up.
-STARTS_WITHIN = 10.0
+#: Seconds that a beat has to find out who leads, when it has come up.
+LOOKS_WITHIN = 3.0
 
 #: Seconds after which nobody is waited for any more.
 PATIENCE = 60.0
@@ -74,6 +75,13 @@ class Contest:
         self.beats.append(beat)
         return beat
 
+    def start_and_wait(self) -> None:
+        """Start one, and wait until it can take over."""
+        self.start()
+        while not all("beat: Starting" in self.log_of(beat) for beat in self.beats):
+            time.sleep(0.1)
+        time.sleep(LOOKS_WITHIN)
+
     def log_of(self, beat: subprocess.Popen[bytes]) -> str:
         return (self.folder / f"{self.beats.index(beat)}.log").read_text()
 
@@ -104,14 +112,17 @@ def last_send(log: str) -> str:
     return lines[-1] if lines else ""
 
 
-def kill_leaders(contest: Contest) -> tuple[list[float], int]:
-    """Seconds from each kill to the next message, and the kills after which none came in time."""
-    takeovers, given_up = [], 0
+def kill_leaders(contest: Contest) -> tuple[list[float], list[int], int]:
+    """What came of each kill.
+
+    The seconds to the next message; the messages of the gap, less the seconds of it: 0 where each second
+    was sent once; and the kills after which no message came in time.
+    """
+    takeovers, balances, given_up = [], [], 0
     for _ in range(KILLS):
-        contest.start()
-        time.sleep(STARTS_WITHIN)
+        contest.start_and_wait()
         contest.queue.delete("beats")
-        contest.next_message()
+        began = contest.next_message()
         time.sleep(0.3)
         leader = contest.sending()
         leader.send_signal(signal.SIGKILL)
@@ -122,14 +133,25 @@ def kill_leaders(contest: Contest) -> tuple[list[float], int]:
             given_up += 1
             break
         takeovers.append(came - killed)
-    return takeovers, given_up
+        balances.append(balance(contest, began, came))
+    return takeovers, balances, given_up
+
+
+def balance(contest: Contest, began: float | None, came: float) -> int:
+    """The messages since one that came before the gap, less the seconds from then to the last of them."""
+    count, last = 1, came
+    while last < came + 3:
+        following = contest.next_message(3.0)
+        if following is None:
+            break
+        count, last = count + 1, following
+    return count - round(last - (began or came))
 
 
 def restart_store(contest: Contest, store: Any) -> str:
     """Restart what holds the lock, and tell what became of the two beats."""
     while sum(beat.poll() is None for beat in contest.beats) < 2:
-        contest.start()
-    time.sleep(6)
+        contest.start_and_wait()
     store.stop()
     time.sleep(1)
     store.start()
@@ -154,15 +176,18 @@ def main() -> None:
             "redbeat, a sleep of 1 s": (store, "redbeat.RedBeatScheduler", ["--max-interval", "1"], redbeat),
             "redbeat, as it comes": (store, "redbeat.RedBeatScheduler", [], redbeat),
         }
+        print(f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} CPUs,"
+              f" load {os.getloadavg()[0]:.0f}", flush=True)  # fmt: skip
         for number, (name, (holder, *how)) in enumerate(contests.items()):
             contest = Contest(broker.url(number), *how)
             contest.start()
             try:
-                takeovers, given_up = kill_leaders(contest)
+                takeovers, balances, given_up = kill_leaders(contest)
                 told = f"no takeover within {PATIENCE:.0f} s" if given_up else (
                     f"median {statistics.median(takeovers):.2f} s, maximum {max(takeovers):.2f} s"
                 )  # fmt: skip
-                print(f"{name}: killed {len(takeovers) + given_up} times: {told}", flush=True)
+                gaps = f"messages of the gap, less its seconds: {balances}"
+                print(f"{name}: killed {len(takeovers) + given_up} times: {told}; {gaps}", flush=True)
                 print(f"{name}: its store restarts: {restart_store(contest, holder)}", flush=True)
             finally:
                 contest.close()

@@ -11,32 +11,30 @@ Facts that shaped it:
   ``_do_sync()``, ``close()``, ``info``. So the schedule itself is kept by a scheduler of any class inside of
   this one. It is built when a term begins and dropped when it ends: a follower has none, and so no file and
   no table to write to.
-- A follower must know what the leader has sent when it takes over. The leader says it in a comment of each
-  statement on its session (``sent until ...``), and PostgreSQL shows a session's last statement to
-  everybody of its role. A dead session's is gone: a follower knows what it read at its last poll.
+- A follower must know what the leader has sent when it takes over. The leader tells it by NOTIFY after each
+  send: what PostgreSQL has acknowledged there reaches all that listen before any of them gets the lock. One
+  that has just come reads the leader's last statement in ``pg_stat_activity``, or waits for the next.
 - The server ends a session that is silent for `WEDGED_AFTER` seconds, and only `ElectedScheduler.tick` speaks
   on the leader's. So a frozen process loses its lock, and so does one whose publishing hangs.
 - A signal handler that closes the scheduler may run inside of a tick. It does nothing there: the SystemExit
   that follows unwinds the tick, and the service closes the scheduler again.
 
 Guaranteed: no entry is sent without a lock that PostgreSQL confirmed just before; what falls due is sent at
-least once, whoever dies; with a ledger it is sent once, except that a leader who dies between the broker's
-answer and its own next statement leaves a slot that is sent again, with the same `pglock_slot`, which locked
-tasks run once.
+least once, whoever dies, and once but for one case: a leader who dies between the broker's answer and its own
+next statement leaves a slot that is sent again, with the same `pglock_slot`. With a ledger locked tasks run
+it once.
 
-Not guaranteed: without a ledger, what fell due since a follower's last poll may be sent twice, and what all
-beats slept through is known only as far as the inner scheduler stores it. A message that the broker refused
-is logged and dropped, as by every beat.
+Not guaranteed: without a ledger, what all beats slept through is known only as far as the inner scheduler
+stores it, and a beat that lost its connection misses what is told meanwhile. A message that the broker
+refused is logged and dropped, as by every beat.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from celery import Celery
@@ -49,6 +47,7 @@ from .locks.errors import LockError
 from .locks.leader import WARN_EVERY, Candidate
 from .locks.ledger import Ledger
 from .locks.settings import Settings
+from .progress import Progress
 from .term import Term, utcnow
 
 __all__ = ["ElectedScheduler"]
@@ -57,9 +56,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which a leader that is frozen, or hangs, has lost its lock.
 WEDGED_AFTER = 10.0
-
-#: What a leader says in the comments of its statements.
-SENT_UNTIL = re.compile(r"sent until (\S+)")
 
 
 class ElectedScheduler:
@@ -81,19 +77,23 @@ class ElectedScheduler:
         self._settings = beat_settings_of(app)
         self._inner_class: type[Scheduler] = symbol_by_name(self._settings.scheduler)
         self._options = {"schedule_filename": schedule_filename, "max_interval": max_interval, **options}
-        self.max_interval = min(max_interval or self._settings.poll, self._settings.poll)
-        settings = settings_of(app)
+        settings = with_freeze_timeout(settings_of(app))
+        # A session that is asked more rarely is ended.
+        longest = ((settings and settings.freeze_timeout) or WEDGED_AFTER) / 3
+        self.max_interval = min(max_interval or self._settings.poll, self._settings.poll, longest)
         self.lock = new_hold(settings, self._settings.name).label
         self._candidate = Candidate(
-            None if lazy else with_freeze_timeout(settings),
+            None if lazy else settings,
             lambda: new_hold(settings, self._settings.name),
             pings=False,
         )
         self._term: Term | None = None
-        #: All that fell due up to here was sent, by this beat or by the leader it follows.
-        self._sent_until: datetime | None = None
+        #: What was sent, by this beat or by the leaders it followed.
+        self._progress = Progress()
+        self._candidate.listen(self._progress.hear)
         self._follows: str | None = None
-        self._knows_the_leader = False
+        #: Whether it looked who leads, and has not asked for the lock since.
+        self._looked = False
         self._ticks = self._closed = False
         self._failed_at: float | None = None
 
@@ -115,7 +115,7 @@ class ElectedScheduler:
         self._ticks = True
         try:
             if self._term is None and not self._campaign():
-                return self.max_interval
+                return self._candidate.rest(self.max_interval)
             return self._lead()
         finally:
             self._ticks = False
@@ -143,24 +143,22 @@ class ElectedScheduler:
     def _campaign(self) -> bool:
         """Ask for the lock, and take over if it is granted.
 
-        A newcomer only looks who leads at first: those that know what was sent have precedence.
+        Who has just come, or was cut off, only looks who leads at first, and listens for a poll's length:
+        those that heard what was sent have precedence.
         """
-        if not self._knows_the_leader:
-            self._knows_the_leader = True
-            self._candidate.look()
-            self._follow()
-            return not self._candidate.is_real and self._campaign()
+        if not self._candidate.listens and not self._looked:
+            self._look()
+            return False
+        self._looked = False
         if not self._candidate.campaign():
             self._follow()
             return False
         self._follows = None
-        # From now on the others read what this term has sent: nothing yet.
-        self._candidate.confirm(said(self._sent_until))
+        # From now on who has just come reads what this term has sent: nothing yet.
+        self._candidate.tell(str(self._progress))
         try:
             ledger = self._open_ledger()
-            self._term = Term(
-                self._build(ledger), self._candidate, ledger, self._sent_until, self.max_interval
-            )
+            self._term = Term(self._build(ledger), self._candidate, ledger, self._progress, self.max_interval)
         except LockError as exc:
             self._candidate.warn(exc)
             self._candidate.resign()
@@ -170,6 +168,11 @@ class ElectedScheduler:
             return False
         logger.info("this beat leads: lock %r", self.lock)
         return True
+
+    def _look(self) -> None:
+        self._looked = True
+        self._candidate.look()
+        self._follow()
 
     def _build(self, ledger: Ledger | None) -> Scheduler:
         inner = self._inner_class(app=self.app, **self._options)
@@ -193,12 +196,9 @@ class ElectedScheduler:
         if rival != self._follows:
             self._follows = rival
             logger.info("this beat follows: %s leads", rival)
-        sent_until = SENT_UNTIL.search(says or "")
-        if sent_until is not None:
-            self._sent_until = datetime.fromisoformat(sent_until[1])
-        elif not says or says.startswith("<"):
-            # PostgreSQL hides the statements of other roles, or is told not to keep them.
-            self._sent_until = utcnow()
+        if not self._progress.hear(says or "") and self._progress.until is None and is_hidden(says):
+            # Until the leader tells something, this is the best guess.
+            self._progress.sent_until(utcnow())
 
     def _lead(self) -> float:
         term = self._term
@@ -211,11 +211,12 @@ class ElectedScheduler:
             return self.max_interval
         if wait > 0:
             if not term.behind:
-                self._sent_until = term.sent_until(began)
-            self._candidate.confirm(said(self._sent_until))
+                self._progress.sent_until(term.sent_until(began))
+            self._candidate.tell(str(self._progress))
         if not self._candidate.leads:
             self._stand_down("its lock was lost")
-            return self.max_interval
+            self._look()
+            return self._candidate.rest(self.max_interval)
         return min(wait, self.max_interval)
 
     def _stand_down(self, reason: str, error: Exception | None = None) -> None:
@@ -237,5 +238,6 @@ def with_freeze_timeout(settings: Settings | None) -> Settings | None:
     return replace(settings, freeze_timeout=min(settings.freeze_timeout or WEDGED_AFTER, WEDGED_AFTER))
 
 
-def said(sent_until: datetime | None) -> str:
-    return "" if sent_until is None else f"sent until {sent_until.isoformat()}"
+def is_hidden(statement: str | None) -> bool:
+    """Whether PostgreSQL hides a statement, as those of other roles, or is told not to keep any."""
+    return not statement or statement.startswith("<")

@@ -6,6 +6,8 @@ A slot is a moment that every beat works out alike, on whichever machine it lead
   start instead, which its successor does not know.
 - A crontab's, and those of every other schedule, are what ``remaining_estimate`` says, asked as if it were
   the moment of the slot before.
+- The Sun's are found by a search, which ends some milliseconds off if it begins at another moment: so it
+  begins at one that follows from its end.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import copy
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from celery.schedules import schedule
+from celery.schedules import schedule, solar
 
 __all__ = ["floor", "following", "pending"]
 
 #: After a gap each slot of so long a time is sent, and of what fell due before that the last one alone.
 CATCH_UP = timedelta(seconds=60)
+
+MINUTE, HOUR = timedelta(minutes=1), timedelta(hours=1)
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -45,6 +49,25 @@ def following(plan: Any, moment: datetime) -> datetime | None:
     if is_interval(plan):
         beyond: datetime = floor(plan, moment) + plan.run_every
         return beyond
+    if isinstance(plan, solar):
+        return following_event(plan, moment)
+    slot = ask(plan, moment)
+    return slot if slot > moment else None
+
+
+def following_event(plan: solar, moment: datetime) -> datetime | None:
+    """Return the first slot of the Sun's after a moment."""
+    # From the slot itself the search may find it once more, and miss it from a millisecond before.
+    for begin in (moment - MINUTE, moment + MINUTE):
+        found = ask(plan, begin)
+        slot = ask(plan, found.replace(minute=0, second=0, microsecond=0) - HOUR)
+        if slot > moment:
+            return slot
+    return None
+
+
+def ask(plan: Any, moment: datetime) -> datetime:
+    """Return when a schedule that ran at a moment wants to run again."""
     asked, slot = copy.copy(plan), moment
     # Twice: older releases of Celery count by the clock on the wall. Asked at the slot itself they tell how
     # far it lies off where the clocks change on the way.
@@ -52,7 +75,7 @@ def following(plan: Any, moment: datetime) -> datetime | None:
         now = slot.astimezone(plan.tz)
         asked.nowfun = lambda now=now: now
         slot += asked.remaining_estimate(moment.astimezone(plan.tz))
-    return slot if slot > moment else None
+    return slot
 
 
 def floor(plan: Any, moment: datetime) -> datetime:

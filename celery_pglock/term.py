@@ -14,7 +14,11 @@ from __future__ import annotations
 
 import logging
 import shelve
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -27,6 +31,7 @@ from .delivery import SLOT_HEADER
 from .locks.errors import LockError, LockLost
 from .locks.leader import Candidate
 from .locks.ledger import Ledger
+from .progress import Progress
 
 __all__ = ["Term", "utcnow"]
 
@@ -46,7 +51,7 @@ class Term:
         inner: Scheduler,
         candidate: Candidate,
         ledger: Ledger | None,
-        sent_until: datetime | None,
+        progress: Progress,
         poll: float,
     ) -> None:
         self.inner = inner
@@ -54,6 +59,7 @@ class Term:
         self.behind = False
         self._candidate = candidate
         self._ledger = ledger
+        self._progress = progress
         self._poll = poll
         #: The slot that each entry may send now, and the last one that it has.
         self._granted: dict[str, datetime] = {}
@@ -64,7 +70,7 @@ class Term:
         self._its_is_due, self._its_reserve = inner.is_due, inner.reserve
         self._its_apply_async = inner.apply_async
         vars(inner).update(is_due=self._is_due, reserve=self._reserve, apply_async=self._apply_async)
-        self._take_up(sent_until)
+        self._take_up()
 
     def tick(self) -> float:
         """Let the inner scheduler send what is due."""
@@ -103,9 +109,10 @@ class Term:
         else:
             abandon(self.inner)
 
-    def _take_up(self, sent_until: datetime | None) -> None:
+    def _take_up(self) -> None:
         """Let each entry go on after the last slot that was sent."""
         recorded = self._ledger.last() if self._ledger is not None else {}
+        sent_until = self._progress.until
         built_at = utcnow()
         entries: dict[str, Any] = dict(self.inner.schedule)
         for name, entry in entries.items():
@@ -116,6 +123,9 @@ class Term:
                 # An entry that has never run says that it ran when it was built.
                 is_stored = (built_at - last).total_seconds() > self._poll
                 last = max(last, sent_until) if is_stored else sent_until
+            if name in self._progress.last:
+                # Also with a ledger: a session may end between a send and its record.
+                last = max(last, self._progress.last[name])
             self._go_on_after(entry, slots.floor(entry.schedule, last))
 
     def _go_on_after(self, entry: Any, slot: datetime) -> None:
@@ -182,18 +192,22 @@ class Term:
         if advance:
             self._reserve(entry)
         slot = self._granted.pop(entry.name)
-        try:
-            with self._candidate.interruptible():
-                result = self._its_apply_async(
-                    with_slot(entry, slot, self._ledger), producer=producer, advance=False, **options
+        with signals_put_off():
+            try:
+                with self._candidate.interruptible():
+                    result = self._its_apply_async(
+                        with_slot(entry, slot, self._ledger), producer=producer, advance=False, **options
+                    )
+            except LockLost:
+                logger.warning(
+                    "entry %r: its publishing hung, and was stopped since the lock was lost", entry.name
                 )
-        except LockLost:
-            logger.warning(
-                "entry %r: its publishing hung, and was stopped since the lock was lost", entry.name
-            )
-            return None
-        if self._ledger is not None:
-            self._record(self._ledger, entry.name, slot)
+                return None
+            words = self._progress.sent(entry.name, slot)
+            if self._ledger is not None:
+                self._record(self._ledger, entry.name, slot)
+            else:
+                self._candidate.tell(words)
         return result
 
     def _record(self, ledger: Ledger, name: str, slot: datetime) -> None:
@@ -202,6 +216,25 @@ class Term:
         except LockError as exc:
             # The message is out. If the lock is gone with it, the next leader sends the slot again.
             self._candidate.warn(exc)
+
+
+@contextmanager
+def signals_put_off() -> Iterator[None]:
+    """Put off what ends a beat between a send and its record: the next leader would send it again."""
+    came: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    ours = [signum for signum, handler in handlers.items() if callable(handler)]
+    try:
+        for signum in ours:
+            signal.signal(signum, lambda signum, _: came.append(signum))
+        yield
+    finally:
+        for signum in ours:
+            signal.signal(signum, handlers[signum])
+        if came:
+            signal.raise_signal(came[0])
 
 
 def with_slot(entry: Any, slot: datetime, ledger: Ledger | None) -> Any:

@@ -40,8 +40,9 @@ def main() -> int:
 def play(progress: Progress) -> Verdict:
     with Stage(progress) as stage:
         stage.start_workers("w1", "w2", "w3")
+        stage.start_beats("b1", "b2")
         stage.await_workers()
-        progress.say("3 prefork workers with 2 processes each")
+        progress.say("3 prefork workers with 2 processes each, and 2 beats of one schedule")
         for scene in SCENES:
             scene(stage)
         # Put together now: with the stage goes the file of the records.

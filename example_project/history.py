@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from functools import cached_property
 from itertools import combinations
 
 from .records import Record
 
 Lane = tuple[str, int]
+
+#: What the beats send, again and again.
+EVERY = timedelta(seconds=0.5)
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class History:
 
     @cached_property
     def begin(self) -> float:
-        return min((record.at for record in self.of("sent")), default=0.0)
+        return min((record.at for record in self.of("sent", "slot")), default=0.0)
 
     @cached_property
     def end(self) -> float:
@@ -99,6 +104,39 @@ class History:
         """The next run of a killed run's tenant."""
         later = (run for run in self.runs if run.tenant == dead.tenant and run.start > dead.start)
         return next(later, None)
+
+    # The beats.
+
+    @property
+    def slots(self) -> list[Record]:
+        """What the broker got of the beats' schedule, in the order in which it came."""
+        return self.of("slot")
+
+    @property
+    def beats(self) -> list[str]:
+        """Those that have sent something."""
+        return sorted({slot.worker for slot in self.slots})
+
+    @cached_property
+    def sent_twice(self) -> list[str]:
+        return [due for due, count in Counter(slot.id for slot in self.slots).items() if count > 1]
+
+    @cached_property
+    def left_out(self) -> list[str]:
+        """The slots between the first and the last that nobody sent."""
+        due = sorted({datetime.fromisoformat(slot.id) for slot in self.slots})
+        count = (due[-1] - due[0]) // EVERY if due else 0
+        every = [due[0] + number * EVERY for number in range(count)]
+        return [slot.isoformat() for slot in every if slot not in due]
+
+    @property
+    def handover(self) -> tuple[Record, Record] | None:
+        """The death of the beat that sent, and the first message of the next one."""
+        for kill in self.of("kill"):
+            if kill.worker in self.beats:
+                after = [slot for slot in self.slots if slot.at > kill.at and slot.worker != kill.worker]
+                return (kill, after[0]) if after else None
+        return None
 
     def is_second_try(self, run: Run) -> bool:
         """Whether it is the run of a killed run's message."""

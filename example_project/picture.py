@@ -19,6 +19,8 @@ BAR, LANE, GAP = (
     14,
 )  # heights: a bar, the lane that holds it and its conflicts, the space between workers
 
+BEAT = 28  # the height of a beat's lane
+
 SIGNS = (
     ('<circle cx="7" cy="7" r="4" fill="currentColor"/>', "conflict, skipped"),
     ('<circle cx="7" cy="7" r="4" class="retry" stroke="currentColor"/>', "conflict, tried again later"),
@@ -27,6 +29,7 @@ SIGNS = (
         '<path d="M11.5 7a4.5 4.5 0 1 1-1.6-3.4M10.2 1v3h-3" fill="none" stroke="currentColor"/>',
         "its message again",
     ),
+    ('<circle class="slot" cx="7" cy="7" r="3.2"/>', "sent by a beat"),
 )
 
 
@@ -49,7 +52,8 @@ def write_picture(verdict: Verdict, path: Path) -> Path:
 
 def cards(verdict: Verdict) -> Iterator[str]:
     for name, value, meaning in verdict.figures():
-        alarm = ' class="alarm"' if name == "overlaps" and value != "0" else ""
+        bad = {"overlaps": verdict.history.overlaps, "slots": verdict.history.sent_twice}.get(name)
+        alarm = ' class="alarm"' if bad else ""
         yield f"<div{alarm}><dt>{name}</dt><dd>{value}<small>{escape(meaning)}</small></dd></div>"
 
 
@@ -73,7 +77,9 @@ class Drawing:
         self.history = history
         self.per_second = (WIDTH - LEFT - 10) / max(history.end - history.begin, 1.0)
         self.tops = dict(self._places())
-        self.height = max(self.tops.values(), default=TOP) + LANE + 8
+        below = max(self.tops.values(), default=TOP) + LANE + GAP
+        self.beat_tops = {beat: below + number * BEAT for number, beat in enumerate(history.beats)}
+        self.height = below + len(history.beats) * BEAT + 8
 
     def parts(self) -> Iterator[str]:
         yield f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="timeline">'
@@ -84,6 +90,8 @@ class Drawing:
         for lane in self.tops:
             yield from self._conflicts(lane)
         yield from self._kills()
+        for beat in self.history.beats:
+            yield from self._beat(beat)
         yield "</svg>"
 
     def _places(self) -> Iterator[tuple[Lane, int]]:
@@ -167,6 +175,27 @@ class Drawing:
         y = self.tops[record.worker, record.pid] + BAR + 9
         dot = f'<circle cx="{x:.1f}" cy="{y}" r="2.8" {fill}><title>{title}</title></circle>'
         return f'<g class="tenant t-{record.tenant}">{dot}</g>'
+
+    def _beat(self, beat: str) -> Iterator[str]:
+        """A lane of what a beat sent, up to its end."""
+        top = self.beat_tops[beat]
+        kill = next((each.at for each in self.history.of("kill") if each.worker == beat), None)
+        end = WIDTH if kill is None else self._x(kill)
+        place = f'x="{LEFT}" y="{top}" width="{end - LEFT:.1f}" height="{BEAT - 6}"'
+        yield f'<rect class="lane" {place} rx="6"/>'
+        yield f'<text class="label" x="{LEFT - 10}" y="{top + 15}" text-anchor="end">{beat}</text>'
+        for slot in self.history.slots:
+            if slot.worker == beat:
+                title = f"<title>{beat} sent the slot {slot.id} at {self._clock(slot.at)}</title>"
+                sent = "slot twice" if slot.id in self.history.sent_twice else "slot"
+                place = f'cx="{self._x(slot.at)}" cy="{top + 11}" r="3.2"'
+                yield f'<circle class="{sent}" {place}>{title}</circle>'
+        if kill is not None:
+            yield f'<path class="kill" d="M{end - 6} {top + 5}l12 12m0 -12l-12 12"/>'
+        if kill is not None and self.history.handover is not None:
+            after = self.history.handover[1]
+            text = f"kill -9 {beat}: {after.worker} sends {milliseconds(after.at - kill)} later"
+            yield f'<text class="alarm-text" x="{end + 12}" y="{top + 15}">{text}</text>'
 
     def _kills(self) -> Iterator[str]:
         for dead in self.history.killed:

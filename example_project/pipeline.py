@@ -39,6 +39,14 @@ def publish(tenant_id: str, seconds: float) -> None:
     work(tenant_id, seconds)
 
 
+# Two beats run this schedule, both by `celery -A pipeline beat -S pglock`, and one of them sends. What they
+# send is read by the stage, and by no worker.
+app.conf.beat_schedule = {
+    "look": {"task": "look", "schedule": 0.5, "options": {"queue": "schedule"}},
+}
+app.conf.result_expires = None
+
+
 # For the demo alone: the control without locks, and a broker that gives up a dead worker within seconds.
 app.conf.pglock_enabled = os.environ.get("UNLOCKED", "") in {"", "0"}
 app.conf.broker_transport_options = {

@@ -18,7 +18,10 @@ FILE = "DEMO_RECORDS"
 
 @dataclass(frozen=True)
 class Record:
-    """``what``: sent | start | end | skip | retry | ready | kill."""
+    """``what``: sent | start | end | skip | retry | ready | kill | slot.
+
+    A slot is a message of the beat that is named as the worker; its id is when it was due, in ISO 8601.
+    """
 
     what: str
     tenant: str = ""

@@ -33,6 +33,19 @@ def crash(stage: Stage) -> None:
     stage.start_workers("w4")
 
 
+def succession(stage: Stage) -> None:
+    """The one of two beats that sends is killed, between two of its messages, and the other goes on."""
+    stage.await_beats()
+    before = len(stage.history.slots)
+    stage.wait(lambda: len(stage.history.slots) > before, "a message of the beats", 10)
+    leader = stage.history.slots[-1].worker
+    stage.pause(0.1)
+    stage.kill_beat(leader)
+    stage.progress.say(stage.progress.style.alarm(f"kill -9 {leader}, the beat that sends"))
+    stage.wait(lambda: stage.history.handover, "a message of the other beat", 10)
+    stage.progress.say(f"{stage.history.slots[-1].worker} sends instead")
+
+
 def drain(stage: Stage) -> None:
     """The play goes on until each message has ended, those of the killed worker too."""
     for tick in range(3):
@@ -43,7 +56,7 @@ def drain(stage: Stage) -> None:
         await_quiet(stage)
 
 
-SCENES = (duplicates, crash, drain)
+SCENES = (duplicates, crash, succession, drain)
 
 
 def send_due(stage: Stage, tick: int) -> None:

@@ -6,20 +6,23 @@ heard between two steps only, since an exception in the middle of a start could 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
+import redis
 
 from localservers import PostgreSQL, Redis
 from localservers.process import Server
@@ -39,6 +42,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # The package's sessions say in their application_name whose they are: "pglock <worker> <process id>".
 SESSIONS = "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pglock %@%'"
+BEATS = "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pglock %'"
 LOCKS_OF_A_PROCESS = """
     SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid)
     WHERE locktype = 'advisory' AND granted AND application_name LIKE 'pglock %%@%% ' || %s
@@ -87,12 +91,53 @@ class Worker(Server):
         return True  # the stage starts all of them, and then waits for all
 
 
+class Beat(Worker):
+    """A beat, of which there is another."""
+
+    def _command(self) -> Sequence[str | Path]:
+        beat = [sys.executable, "-m", "celery", "-A", "example_project.pipeline", "beat", "-S", "pglock"]
+        return [*beat, "-s", self.folder / "schedule", "--pidfile="]
+
+
+class Listener(threading.Thread):
+    """Takes what the beats send from the broker, and writes it down."""
+
+    def __init__(self, broker: str, names: Mapping[int, str]) -> None:
+        super().__init__(daemon=True)
+        self._broker = redis.Redis.from_url(broker)
+        self._names = names
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: object, trace: TracebackType | None) -> None:
+        self._stopped.set()
+        self.join()
+        self._broker.close()
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            got = self._broker.brpop(["schedule"], timeout=0.2)
+            if got is not None:
+                self._write(json.loads(got[1])["headers"])
+
+    def _write(self, headers: Mapping[str, Any]) -> None:
+        slot = headers["pglock_slot"]
+        # Celery says which process a message is from: "gen<process id>@<host>".
+        pid = int(headers["origin"].partition("@")[0].removeprefix("gen"))
+        records.write(Record("slot", slot["entry"], id=slot["due"], worker=self._names[pid]))
+
+
 class Stage:
     """Everything that runs, as a context manager; and the view from outside."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.workers: dict[str, Worker] = {}
+        self.beats: dict[str, Beat] = {}
+        self._names: dict[int, str] = {}
         #: The most sessions that were seen at a time, by the process that had them.
         self.sessions: Counter[int] = Counter()
         #: Seconds from the kill until PostgreSQL saw no lock of the dead process any more.
@@ -121,22 +166,23 @@ class Stage:
         self._exit.callback(shutil.rmtree, folder, ignore_errors=True)
         self.progress.status("starting PostgreSQL and Redis")
         postgres = self._exit.enter_context(PostgreSQL())
-        redis = self._exit.enter_context(Redis())
+        queue = self._exit.enter_context(Redis())
         self.check()
         os.environ |= {
             "DATABASE_URL": postgres.url(),
-            "REDIS_URL": redis.url(),
+            "REDIS_URL": queue.url(),
             records.FILE: str(folder / "records.jsonl"),
         }
         self._reader = records.Reader(folder / "records.jsonl")
         self._exit.callback(self._reader.close)
+        self._exit.enter_context(Listener(queue.url(), self._names))
         self._observer = psycopg.connect(postgres.url(application_name="observer"), autocommit=True)
         self._exit.callback(self._observer.close)
-        self.progress.say(f"PostgreSQL on port {postgres.port}, Redis on port {redis.port}")
+        self.progress.say(f"PostgreSQL on port {postgres.port}, Redis on port {queue.port}")
 
     def _close(self, *, in_good_order: bool) -> None:
         self.progress.status("")
-        for worker in self.workers.values():
+        for worker in (*self.workers.values(), *self.beats.values()):
             if worker.running and in_good_order:
                 os.kill(worker.pid, signal.SIGTERM)  # all at once: each takes a second
             elif worker.running:
@@ -150,7 +196,7 @@ class Stage:
         """Raise what ends the play before its end."""
         if self._signal is not None:
             raise Interrupted(self._signal)
-        for worker in self.workers.values():
+        for worker in (*self.workers.values(), *self.beats.values()):
             if not worker.running:
                 raise StageFailed(f"{worker.name} ended by itself:\n{worker.log_tail()}")
 
@@ -164,6 +210,29 @@ class Stage:
         for name in names:
             self.workers[name] = self._exit.enter_context(Worker(name))
             self.check()
+
+    def start_beats(self, *names: str) -> None:
+        for name in names:
+            self.beats[name] = self._exit.enter_context(Beat(name))
+            self._names[self.beats[name].pid] = name
+            self.check()
+
+    def await_beats(self) -> None:
+        """Wait until one leads and the others follow it. Without locks all of them send."""
+
+        def all_there() -> bool:
+            names = [name for (name,) in self._observer.execute(BEATS)]
+            connected = {int(name.rpartition(" ")[2]) for name in names}
+            return connected >= self._names.keys() or len(self.history.beats) == len(self.beats)
+
+        self.wait(all_there, "the beats to start", 60)
+
+    def kill_beat(self, name: str) -> None:
+        beat = self.beats.pop(name)
+        at = time.monotonic()
+        beat.kill()
+        records.write(Record("kill", worker=name, at=at))
+        beat.stop()
 
     def await_workers(self) -> None:
         def all_ready() -> bool:

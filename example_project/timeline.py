@@ -1,13 +1,14 @@
-"""The play as text: a lane for each worker process, and under it the conflicts that it met.
+"""The play as text: a lane for each worker process with the conflicts that it met, and one for each beat.
 
 Needs no colour and no character beyond ASCII.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from .history import History, Lane, Run
+from .history import EVERY, History, Lane, Run
 from .style import TENANTS, Style, letter
 
 LABEL = 9  # columns
@@ -21,7 +22,7 @@ class Timeline:
         self.style = style
         self.columns = max(40, style.width - LABEL - 1)
         self.slice = max(history.end - history.begin, 1.0) / self.columns
-        self.signs = ("↷", "↻", "✖") if style.unicode else ("x", "r", "#")
+        self.signs = ("↷", "↻", "✖", "•") if style.unicode else ("x", "r", "#", ".")
 
     def lines(self) -> Iterator[str]:
         yield self._axis()
@@ -31,6 +32,9 @@ class Timeline:
                 yield ""
             yield self._label(lane) + self._bodies(lane)
             yield " " * LABEL + self._marks(lane)
+        yield ""
+        for beat in self.history.beats:
+            yield beat.ljust(LABEL) + self._slots(beat)
         yield ""
         yield from self._legend()
 
@@ -76,14 +80,35 @@ class Timeline:
                 cells[self._column(record.at)] = self.style.ink(record.tenant, sign)
         return "".join(cells).rstrip()
 
+    def _slots(self, beat: str) -> str:
+        """What a beat sent, and its end. A number where several messages share a column."""
+        cells = [" "] * self.columns
+        columns = Counter(self._column(slot.at) for slot in self.history.slots if slot.worker == beat)
+        twice = {self._column(slot.at) for slot in self.history.slots if slot.id in self.history.sent_twice}
+        for column, count in columns.items():
+            sign = self.signs[3] if count == 1 else str(min(count, 9))
+            cells[column] = self.style.alarm("!") if column in twice else sign
+        for kill in self.history.of("kill"):
+            if kill.worker == beat:
+                cells[min(self._column(kill.at) + 1, self.columns - 1)] = self.style.alarm(self.signs[2])
+        return "".join(cells).rstrip()
+
     def _legend(self) -> Iterator[str]:
         yield from self._wrapped(f"{self.style.badge(tenant)} {tenant}" for tenant in TENANTS)
-        skip, retry, kill = self.signs
+        skip, retry, kill, slot = self.signs
         meanings = [f"{skip} conflict, skipped", f"{retry} conflict, tried again later"]
         meanings.append(f"{self.style.alarm(kill)} killed in mid-body")
         if self.history.overlaps:
             meanings.append(f"{self.style.alarm('!')} overlaps another run of its tenant")
         yield " " * LABEL + "   ".join(meanings)
+        sent = [f"{slot} sent by a beat, every {EVERY.total_seconds()} s"]
+        sent += ["2 late, together"] if self._has_late_slots() else []
+        sent += [f"{self.style.alarm('!')} by both"] if self.history.sent_twice else []
+        yield " " * LABEL + "   ".join(sent)
+
+    def _has_late_slots(self) -> bool:
+        columns = Counter((slot.worker, self._column(slot.at)) for slot in self.history.slots)
+        return max(columns.values(), default=0) > 1
 
     def _wrapped(self, items: Iterable[str]) -> Iterator[str]:
         items = list(items)

@@ -36,6 +36,13 @@ class Verdict:
         if self.locked:
             yield from self._after_the_kill()
         processes = f"the most that any of {len(history.lanes)} worker processes had open (pg_stat_activity)"
+        beats = " and ".join(history.beats)
+        sent = f"messages of {beats}: {len(history.sent_twice)} slots twice, {len(history.left_out)} left out"
+        yield "slots", str(len(history.slots)), sent
+        if self.locked and history.handover is not None:
+            kill, after = history.handover
+            words = f"from kill -9 of {kill.worker} until {after.worker} sent"
+            yield "next beat", milliseconds(after.at - kill.at), words
         yield "sessions", str(self.most_sessions), processes
 
     def _after_the_kill(self) -> Iterator[tuple[str, str, str]]:
@@ -61,9 +68,11 @@ class Verdict:
             yield from (f"FAILED: {failure}." for failure in self.failures())
         elif self.locked:
             yield "No tenant was driven by two runs at a time, and no message was lost."
+            yield "Of two beats one sent: nothing twice and nothing left out, though it was killed."
         else:
             overlaps = len(self.history.overlaps)
             yield f"Without locks, {overlaps} pairs of runs drove one tenant at the same time."
+            yield f"Both beats sent: {len(self.history.sent_twice)} slots of the schedule came twice."
             yield "This is the control: with locks, the same play must have none."
 
     def failures(self) -> Iterator[str]:
@@ -75,11 +84,19 @@ class Verdict:
         if not self.locked:
             if not history.overlaps:
                 yield "the control shows no overlap: this play could not have found a missing lock"
+            if not history.sent_twice:
+                yield "the control shows no slot twice: this play could not have found a second sender"
             return
         if history.overlaps:
             one, other = history.overlaps[0]
             which = f"first {one.tenant} on {one.worker} and {other.worker}"
             yield f"{len(history.overlaps)} pairs of runs drove one tenant at the same time, {which}"
+        if history.sent_twice:
+            yield f"{len(history.sent_twice)} slots of the schedule were sent twice: {history.sent_twice}"
+        if history.left_out:
+            yield f"{len(history.left_out)} slots of the schedule were left out: {history.left_out}"
+        if history.handover is None:
+            yield "no beat took over from the one that was killed"
         if self.freed_after is None or self.freed_after > FREE_WITHIN:
             yield f"the killed worker's lock was not seen to be free within {FREE_WITHIN:.0f} s"
         if not history.of("skip") or not history.of("retry"):

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
-from .interrupt import INTERRUPT_EVERY, Interrupt
+from .interrupt import INTERRUPT_EVERY, Interrupt, native_poll
 from .keys import LockId
 from .owner import Owner
 from .requests import (
@@ -80,6 +81,7 @@ class Keeper:
         self._pay_at: float | None = None
         #: Holds whose bodies are over, and that stay taken until their time is up.
         self._lingering: list[tuple[float, Hold]] = []
+        self._listens: tuple[str, Callable[[str], object]] | None = None
         if not shared:
             _alone.add(self)
 
@@ -151,12 +153,40 @@ class Keeper:
         if hold.status is hold.Status.HELD:
             self._ask(Release(hold))
 
-    def ping(self, note: str = "") -> None:
-        """Ask the server for a sign of life: afterwards what is lost is known to be.
+    def ping(self) -> None:
+        """Ask the server for a sign of life: afterwards what is lost is known to be."""
+        self._ask(Ping())
 
-        A note is shown to whoever asks what the holder said last.
+    def listen(self, channel: str, told: Callable[[str], object]) -> None:
+        """Hand on what is told on a channel of the database, with each answer and in `hear`.
+
+        For a keeper of one asker alone. What is told while there is no session is missed.
         """
-        self._ask(Ping(note))
+        self._listens = channel, told
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session."""
+        return self._session is not None
+
+    def hear(self, seconds: float) -> bool:
+        """Wait until something is told, for so long at most. False where there is no session to hear it."""
+        session = self._session
+        if session is None:
+            return False
+        poll = native_poll()
+        poll.register(session.socket, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            return True
+        with self._statement:
+            if self._session is not session:
+                return False
+            try:
+                session.hear()
+            except SessionBroken as exc:
+                self._drop_session(str(exc))
+                return False
+        return True
 
     def campaign(self, hold: Hold) -> tuple[Acquire, FindHolder, FindStatement]:
         """Try to acquire a hold, and ask with the same statement who has it and what he said last."""
@@ -312,6 +342,8 @@ class Keeper:
         try:
             session.set_up()
             prove_exclusion(session, self._settings)
+            if self._listens is not None:
+                session.listen(*self._listens)
         except LockError as exc:
             self._drop_session(str(exc))
             raise

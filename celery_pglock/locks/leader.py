@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 #: Seconds between two looks at whether leadership is lost or to be given up.
 LOOK_EVERY = 0.05
 
+#: What a leader tells last.
+RESIGNED = "resigned"
+
 #: Seconds between two warnings that PostgreSQL can't be asked.
 WARN_EVERY = 60.0
 
@@ -50,8 +53,12 @@ class Candidate:
         """
         self._keeper = Keeper(settings, shared=False, pings=pings) if settings is not None else None
         self._new_hold = hold
+        #: Where leaders `tell`, if anybody listens.
+        self._channel: str | None = None
+        #: Whether somebody has just resigned.
+        self._is_vacant = False
         self.term: Hold | None = None
-        #: Who leads instead, in words, and the last statement of his session with its note.
+        #: Who leads instead, in words, and the last statement of his session.
         self.rival: str | None = None
         self.rival_says: str | None = None
         self._warned_at: float | None = None
@@ -68,6 +75,7 @@ class Candidate:
 
     def campaign(self) -> bool:
         """Ask for the lock once."""
+        self._is_vacant = False
         hold = self._new_hold()
         if self._keeper is None:
             hold._granted(slot=0)
@@ -88,14 +96,52 @@ class Candidate:
             holder, statement = self._keeper.look(self._new_hold().id)
             self.rival, self.rival_says = holder.holder, statement.statement
 
-    def confirm(self, note: str = "") -> bool:
-        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads.
-
-        A note is what the others read as `rival_says`.
-        """
+    def confirm(self) -> bool:
+        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads."""
         if self.leads and self._keeper is not None:
-            self._keeper.ping(note)
+            self._keeper.ping()
         return self.leads
+
+    def listen(self, told: Callable[[str], object]) -> None:
+        """Hand on what leaders `tell` the others, from the next session on."""
+        if self._keeper is not None:
+            self._channel = "pglock:" + ":".join(map(str, self._new_hold().id))
+            self._keeper.listen(self._channel, lambda note: self._hear(note, told))
+
+    @property
+    def listens(self) -> bool:
+        """Whether all that was told since the last question was heard, or locks are disabled."""
+        return self._keeper is None or self._keeper.is_open
+
+    def _hear(self, note: str, told: Callable[[str], object]) -> None:
+        if note == RESIGNED:
+            self._is_vacant = True
+        else:
+            told(note)
+
+    def rest(self, seconds: float) -> float:
+        """Listen until the next poll, or until a leader resigns. Returns the seconds left to sleep."""
+        until = time.monotonic() + seconds
+        while not self._is_vacant and (left := until - time.monotonic()) > 0:
+            if self._keeper is None or not self._keeper.hear(left):
+                return left
+        return 0.0
+
+    def tell(self, note: str) -> bool:
+        """Tell the others how far this leader has come, and whether it still leads.
+
+        All that listen have it when this returns, whatever becomes of this process; who comes later finds it
+        as `rival_says` until the next statement.
+        """
+        if self.leads:
+            self._notify(note)
+        return self.leads
+
+    def _notify(self, note: str) -> None:
+        if self._channel is None:
+            return
+        escaped = note.replace("'", "''")
+        self.run(Statement(f"NOTIFY \"{self._channel}\", '{escaped}'"))
 
     def run(self, statement: Statement) -> None:
         """Run a statement on the session of the lock: what succeeds there proves that it still leads."""
@@ -111,12 +157,17 @@ class Candidate:
     def resign(self) -> None:
         """Give the lock back, so that another can lead at once."""
         term, self.term = self.term, None
-        if term is not None and self._keeper is not None:
-            self._keeper.release_kept(term)
+        if term is None or self._keeper is None:
+            return
+        self._keeper.release_kept(term)
 
     def close(self) -> None:
-        """Resign for good."""
+        """Resign for good, and wake the others."""
+        term = self.term
         self.resign()
+        # Not when it resigns since it can't work: where nobody can, they would wake each other in turns.
+        if term is not None and term.status is term.Status.RELEASED:
+            self._notify(RESIGNED)
         if self._keeper is not None:
             self._keeper.retire()
 

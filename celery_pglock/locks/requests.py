@@ -71,7 +71,7 @@ class FindHolder:
 
 @dataclass(eq=False)
 class FindStatement:
-    """Ask for the last statement of who holds an id: with the note of its last `Ping`."""
+    """Ask for the last statement of who holds an id."""
 
     id: LockId
     statement: str | None = None
@@ -87,9 +87,6 @@ class NextToken:
 @dataclass(eq=False)
 class Ping:
     """Ask for a sign of life. Owed unlocks ride along."""
-
-    #: A comment of the statement, for whoever reads ``pg_stat_activity``.
-    note: str = ""
 
 
 @dataclass(eq=False)

@@ -31,7 +31,6 @@ from .requests import (
     FindHolder,
     FindStatement,
     NextToken,
-    Ping,
     Release,
     Request,
     Statement,
@@ -171,6 +170,33 @@ class Session:
         """Release a hold with the next statement, whatever that will be."""
         self._owed.append(hold)
 
+    def listen(self, channel: str, told: Callable[[str], object]) -> None:
+        """Hand on what is told on a channel, before the answer to each statement and in `hear`.
+
+        Raises `LockError`.
+        """
+
+        def hand_on(notify: psycopg.Notify) -> None:
+            told(notify.payload)
+
+        self._connection.add_notify_handler(hand_on)
+        try:
+            self._query(f'LISTEN "{channel}"')
+        except psycopg.Error as exc:
+            raise refusal_of(exc) from exc
+
+    def hear(self) -> None:
+        """Take in what was told since the last statement, and do not wait. Raises `SessionBroken`."""
+        pgconn = self._connection.pgconn
+        try:
+            pgconn.consume_input()
+            while (notify := pgconn.notifies()) is not None:
+                if pgconn.notify_handler is not None:
+                    pgconn.notify_handler(notify)
+        except psycopg.Error as exc:
+            self.close(reason_of(exc))
+            raise SessionBroken(reason_of(exc)) from exc
+
     def perform(self, requests: Sequence[Request]) -> None:
         """Answer a batch of requests with one statement.
 
@@ -261,8 +287,7 @@ class Session:
             return self._plan_token(request)
         if isinstance(request, FindStatement):
             return self._plan_finding_statement(request)
-        note = request.note if isinstance(request, Ping) else ""
-        return [((f"true /* {note} */" if note else "true", ()), ignore)]
+        return [(("true", ()), ignore)]
 
     def _plan_release(self, hold: Hold) -> Sequence[Column]:
         if not self._take_out(hold):

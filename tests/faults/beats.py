@@ -7,7 +7,7 @@
         first.kill()
         sent = beats.reader.wait_for(lambda sends: ...)
 
-A beat is ``python -m celery -A faults.clock beat -S pglock`` from the test's own folder. Nobody but the
+A beat is ``celery -A faults.clock beat -S pglock`` from the test's own folder, see `nursery`. Nobody but the
 reader takes messages from the queue, so that what it has read is all that was sent.
 """
 
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -27,10 +26,11 @@ from typing import Any
 
 import redis
 
-from .fleet import TESTS, Worker, wait_for
+from .fleet import Worker, wait_for
+from .nursery import NURSERY
 
-#: Three entries of a second each, unless a test says otherwise.
-EVERY_SECOND = {name: {"task": "note", "schedule": 1.0} for name in ("a", "b", "c")}
+#: The length of the interval of each entry.
+EVERY = timedelta(seconds=0.25)
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,13 @@ def send_of(raw: bytes) -> Send:
 class Beat(Worker):
     """One beat."""
 
+    def __init__(self, name: str, arguments: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.log.touch()
+        self._process = NURSERY.start(arguments, folder, self.log, environment)
+        self.pid = self._process.pid
+
     def leads(self) -> bool:
         """Whether the last that it said of itself is that it leads."""
         said = [line for line in self.text().splitlines() if "this beat " in line]
@@ -92,6 +99,12 @@ class Beat(Worker):
     def wait_leading(self, timeout: float = 20.0) -> float:
         wait_for(self.leads, lambda: f"{self!r} leads:\n{self.text()[-3000:]}", timeout)
         return time.time()
+
+    def wait_decided(self, timeout: float = 20.0) -> None:
+        """Wait until it leads or follows."""
+        wait_for(
+            lambda: "this beat " in self.text(), lambda: f"{self!r} says:\n{self.text()[-3000:]}", timeout
+        )
 
     def wait_following(self, timeout: float = 20.0) -> None:
         wait_for(
@@ -102,9 +115,13 @@ class Beat(Worker):
 
 
 class Beats:
-    """Beats of one schedule, on one broker and one database. ``conf``: their settings."""
+    """Beats of one schedule, on one broker and one database. ``conf``: their settings.
 
-    def __init__(self, folder: Path, broker: str, dsn: str, **conf: Any) -> None:
+    They send often and poll often, unless a test says otherwise.
+    """
+
+    def __init__(self, folder: Path, broker: str, dsn: str, every: timedelta = EVERY, **conf: Any) -> None:
+        self.every = every
         self.folder = folder
         self.dsn = dsn
         self.broker = broker
@@ -113,7 +130,8 @@ class Beats:
             "broker_url": broker,
             "task_default_queue": "clock",
             "pglock_database_url": dsn,
-            "beat_schedule": EVERY_SECOND,
+            "beat_schedule": self.entries("abc"),
+            "pglock_beat_poll": 0.2,
             "result_expires": None,
             **conf,
         }
@@ -123,26 +141,61 @@ class Beats:
         self,
         *options: str,
         env: Mapping[str, str] | None = None,
-        prefix: tuple[str, ...] = (),
         command: tuple[str, ...] = ("beat", "-S", "pglock"),
         **conf: Any,
     ) -> Beat:
         """Start a beat with a schedule file of its own, and do not wait for it."""
         name = f"beat{len(self.beats) + 1}"
-        line = [*prefix, sys.executable, "-m", "celery", "-A", "faults.clock", *command, "-l", "INFO",
-                "-s", str(self.folder / f"{name}.schedule"), *options]  # fmt: skip
+        schedule = self.folder / f"{name}.schedule"
+        arguments = ["-A", "faults.clock", *command, "-l", "INFO", "-s", str(schedule), *options]
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("CELERY_")},
-            "PYTHONPATH": str(TESTS),
-            "PYTHONUNBUFFERED": "1",
             "C_FORCE_ROOT": "1",
             "FLEET_FOLDER": str(self.folder),
             "FLEET_CONF": json.dumps({**self.conf, **conf}),
             **(env or {}),
         }
-        beat = Beat(name, line, self.folder, environment)
+        beat = Beat(name, arguments, self.folder, environment)
         self.beats.append(beat)
         return beat
+
+    def entries(self, names: Iterable[str], **more: Any) -> dict[str, dict[str, Any]]:
+        """A schedule of these entries."""
+        seconds = self.every.total_seconds()
+        return {name: {"task": "note", "schedule": seconds, **more} for name in names}
+
+    def missing(self, of: Iterable[str] | None = None) -> list[tuple[str, datetime]]:
+        """The slots between the first and the last one of each entry that were not sent."""
+        sends = list(self.reader.sends)
+        gaps = []
+        for name in {send.entry for send in sends} if of is None else of:
+            sent = {send.due for send in sends if send.entry == name and send.due is not None}
+            slot = min(sent)
+            while slot < max(sent):
+                if slot not in sent:
+                    gaps.append((name, slot))
+                slot += self.every
+        return gaps
+
+    def wait_between_slots(self, entries: str = "abc", timeout: float = 20.0) -> None:
+        """Wait until all entries of a slot are sent, and told: nothing is under way for a while."""
+
+        def all_sent() -> bool:
+            last = max((send.due for send in self.reader.sends if send.entry in entries), default=None)
+            return {send.entry for send in self.reader.sends if send.due == last} >= set(entries)
+
+        self.reader.wait(2 * len(entries))
+        wait_for(lambda: not all_sent(), "the next slot", timeout)
+        wait_for(all_sent, "all entries of a slot", timeout)
+        time.sleep(self.every.total_seconds() / 5)
+
+    def pair(self, **more: Any) -> tuple[Beat, Beat]:
+        """Start two, and return the one that leads and the one that follows it."""
+        one, other = self.start(**more), self.start(**more)
+        leader = self.leader()
+        follower = other if leader is one else one
+        follower.wait_following()
+        return leader, follower
 
     def start_leader(self, *options: str, **more: Any) -> Beat:
         beat = self.start(*options, **more)
@@ -182,16 +235,3 @@ class Beats:
 def counts(sends: list[Send]) -> Counter[tuple[str, datetime | None]]:
     """How often each slot was sent."""
     return Counter((send.entry, send.due) for send in sends)
-
-
-def missing(sends: list[Send], every: timedelta = timedelta(seconds=1)) -> list[tuple[str, datetime]]:
-    """The slots between the first and the last one of each entry that were not sent."""
-    gaps = []
-    for name in {send.entry for send in sends}:
-        sent = {send.due for send in sends if send.entry == name and send.due is not None}
-        slot = min(sent)
-        while slot < max(sent):
-            if slot not in sent:
-                gaps.append((name, slot))
-            slot += every
-    return gaps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,23 @@ class InMemory(Scheduler):
         super().setup_schedule()
 
 
+if "worker" in sys.argv:
+    # Beats know its name alone.
+    @app.task(base=AdvisoryLockedTask, name="elsewhere.build", lock_key=[])
+    def build(seconds: float) -> None:
+        write("builds", "begin")
+        time.sleep(seconds)
+        write("builds", "end")
+
+
 @app.task(base=AdvisoryLockedTask, bind=True, name="note", lock_key=[])
 def note(self: Any, seconds: float = 0.0) -> None:
     """Write down the slot that runs."""
     slot = (self.request.headers or {}).get("pglock_slot", {})
-    with Path(os.environ["FLEET_FOLDER"], "runs").open("a") as runs:
-        runs.write(f"{slot.get('entry')} {slot.get('due')} {self.request.id}\n")
+    write("runs", f"{slot.get('entry')} {slot.get('due')} {self.request.id}")
     time.sleep(seconds)
+
+
+def write(journal: str, line: str) -> None:
+    with Path(os.environ["FLEET_FOLDER"], journal).open("a") as file:
+        file.write(f"{line}\n")

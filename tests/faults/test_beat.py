@@ -7,10 +7,15 @@ import json
 import os
 import shelve
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ import psycopg
 import pytest
 from celery import Celery
 
-from faults.beats import Beat, Beats, counts, missing
+from faults.beats import Beat, Beats, Send, counts
 from faults.fleet import TESTS, flush, wait_for
 from faults.proxy import Proxy
 from localservers import Redis
@@ -60,60 +65,65 @@ def end(observer: psycopg.Connection, beat: Beat) -> None:
 
 
 def test_one_of_two_beats_sends(beats: Beats) -> None:
-    """Each slot of each entry once, and the other beat knows who leads and says so once."""
-    first = beats.start_leader()
-    second = beats.start_follower()
-    sends = beats.reader.wait(12, since=time.time())
-    assert set(counts(sends).values()) == {1}
-    assert not missing(sends)
+    """Each slot of each entry once, and the other beat knows who leads and says so once. It opens no file."""
+    first, second = beats.pair()
+    beats.reader.wait(24)
+    assert set(counts(beats.reader.sends).values()) == {1}
+    assert not beats.missing()
     assert second.text().count("this beat follows") == 1
     assert f" {first.pid} (pid" in second.text()
+    assert not list(beats.folder.glob(f"{second.name}.schedule*"))
 
 
 def test_two_plain_beats_send_twice(beats: Beats) -> None:
     """The control: what Celery's own beat does."""
     for _ in range(2):
         beats.start(command=("beat",))
-    sends = beats.reader.wait(18)
-    assert len([send for send in sends if sends[0].arrived <= send.arrived < sends[0].arrived + 2]) >= 9
+    wait_for(lambda: set(counts_by_sender(beats.reader.sends).values()) > {3}, "both send", 20)
+
+
+def counts_by_sender(sends: list[Send]) -> Counter[str]:
+    return Counter(send.headers["origin"] for send in sends)
 
 
 def test_a_killed_leader_is_replaced_within_a_poll(beats: Beats) -> None:
-    first = beats.start_leader()
-    beats.start_follower()
-    beats.reader.wait(3)
+    """At the default poll, and what it has sent is known to the others."""
+    first, _ = beats.pair(pglock_beat_poll=1.0)
+    beats.wait_between_slots()
     first.kill()
     killed = time.time()
     sends = beats.reader.wait(9, since=killed)
     assert sends[0].arrived - killed < 2.0
-    assert not missing(beats.reader.sends)
-    assert max(counts(beats.reader.sends).values()) <= 2
+    assert not beats.missing()
+    assert set(counts(beats.reader.sends).values()) == {1}
 
 
-def test_sigterm_hands_over_and_ends_with_0(beats: Beats) -> None:
+def test_sigterm_hands_over_at_once_and_ends_with_0(beats: Beats) -> None:
+    """Whenever it comes, also between a send and its record. Nobody waits for a poll."""
     first = beats.start_leader()
-    beats.start_follower(pglock_beat_poll=0.2)
+    second = beats.start_follower(pglock_beat_poll=3.0)
     beats.reader.wait(3)
+    first.signal(signal.SIGTERM)
     asked = time.time()
-    assert first.stop() == 0
-    sends = beats.reader.wait(6, since=asked)
-    assert beats.leader() is beats.beats[1]
-    assert not missing(beats.reader.sends)
+    assert second.wait_leading() - asked < 1.5
+    assert first.wait_ended() == 0
+    beats.reader.wait(6, since=time.time())
+    assert not beats.missing()
     assert "Traceback" not in first.text()
-    assert max(counts(sends).values()) <= 2
+    assert set(counts(beats.reader.sends).values()) == {1}
 
 
 def test_a_leader_whose_session_ends_steps_down_and_campaigns_again(
     beats: Beats, observer: psycopg.Connection
 ) -> None:
     first = beats.start_leader()
-    beats.reader.wait(3)
     for _ in range(3):
+        beats.wait_between_slots()
         lost = time.time()
         end(observer, first)
         beats.reader.wait(3, since=lost)
         first.wait_leading()
-    assert not missing(beats.reader.sends)
+    assert not beats.missing()
     assert set(counts(beats.reader.sends).values()) == {1}, "it knows itself what it has sent"
     assert first._process.poll() is None
     assert "Traceback" not in first.text()
@@ -124,21 +134,14 @@ def test_a_follower_answers_probes(beats: Beats) -> None:
     beats.start_leader()
     beats.start_follower("-n", "second@here", "--enable-remote-control")
     with Celery("probe", broker=beats.broker, set_as_current=False) as probe:
-        wait_for(lambda: probe.control.ping(destination=["second@here"], timeout=1), "an answer", 30)
-
-
-def test_a_follower_writes_no_file(beats: Beats) -> None:
-    beats.start_leader()
-    second = beats.start_follower()
-    beats.reader.wait(6)
-    assert not list(beats.folder.glob(f"{second.name}.schedule*"))
+        wait_for(lambda: probe.control.ping(destination=["second@here"], timeout=0.3), "an answer", 30)
 
 
 def test_a_leader_that_lost_its_lock_writes_nothing_any_more(
     beats: Beats, observer: psycopg.Connection
 ) -> None:
     """Neither when it steps down nor when it ends: a file of its own keeps what it last wrote as leader."""
-    first = beats.start_leader(beat_sync_every=1000, pglock_beat_poll=5)
+    first = beats.start_leader(beat_sync_every=1000, pglock_beat_poll=1.0)
     (sent, *_) = beats.reader.wait(9)
     end(observer, first)
     with psycopg.connect(beats.dsn, autocommit=True) as rival:
@@ -161,7 +164,7 @@ def test_nothing_is_sent_while_postgresql_can_not_be_asked(make_beats: BeatsMake
     beats = make_beats(dsn=own_postgres.url())
     beat = beats.start()
     beats.wait_logged(beat, "nobody is asked to lead")
-    time.sleep(2.5)
+    time.sleep(1)  # five polls
     assert not beats.reader.sends
     assert beat.text().count("nobody is asked to lead") == 1
     own_postgres.start()
@@ -173,18 +176,18 @@ def test_nothing_is_sent_while_postgresql_can_not_be_asked(make_beats: BeatsMake
 
 def test_a_frozen_leader_loses_its_lock(beats: Beats) -> None:
     """And sends nothing of what another has sent when it wakes."""
-    first = beats.start_leader()
-    beats.start_follower()
-    beats.reader.wait(3)
+    first, _ = beats.pair(pglock_freeze_timeout=3.0)
+    beats.wait_between_slots()
     os.kill(first.pid, signal.SIGSTOP)
     frozen = time.time()
-    beats.leader_besides(first, timeout=15)
-    beats.reader.wait(6, since=frozen + 10)
-    assert not missing(beats.reader.sends)
+    beats.leader_besides(first, timeout=6)
+    beats.reader.wait(6, since=frozen + 1)
     os.kill(first.pid, signal.SIGCONT)
+    beats.wait_logged(first, "this beat follows")
     beats.reader.wait(6, since=time.time())
     assert not first.leads()
-    assert max(counts(beats.reader.sends).values()) <= 2
+    assert not beats.missing()
+    assert set(counts(beats.reader.sends).values()) == {1}
 
 
 LEDGER = {"pglock_beat_ledger": "celery_pglock_beat"}
@@ -192,17 +195,15 @@ LEDGER = {"pglock_beat_ledger": "celery_pglock_beat"}
 
 def test_with_a_ledger_a_takeover_sends_each_slot_once(make_beats: BeatsMaker) -> None:
     beats = make_beats(**LEDGER)
-    first = beats.start_leader()
-    beats.start_follower()
+    beats.pair()
     for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        beats.reader.wait(6, since=time.time())
+        beats.wait_between_slots()
         leader = beats.leader()
-        beats.start_follower()
         leader.signal(how)
-        beats.leader_besides(leader)
+        leader.wait_ended()
+        beats.start().wait_decided()
     beats.reader.wait(6, since=time.time())
-    assert first._process.poll() is not None
-    assert not missing(beats.reader.sends)
+    assert not beats.missing()
     assert set(counts(beats.reader.sends).values()) == {1}
 
 
@@ -210,13 +211,31 @@ def test_with_a_ledger_what_all_beats_slept_through_is_sent_once(make_beats: Bea
     """From another machine too: each beat has a file of its own."""
     beats = make_beats(**LEDGER)
     first = beats.start_leader()
-    beats.reader.wait(3)
+    beats.wait_between_slots()
     first.kill()
-    time.sleep(3)
+    time.sleep(1)
     beats.start_leader()
     beats.reader.wait(15, since=time.time())
-    assert not missing(beats.reader.sends)
+    assert not beats.missing()
     assert set(counts(beats.reader.sends).values()) == {1}
+
+
+@pytest.mark.parametrize("locked", [True, False], ids=["locked", "control"])
+def test_an_entry_whose_task_still_runs_is_skipped(make_beats: BeatsMaker, locked: bool) -> None:
+    """The lock is the worker's: the beat knows nothing of the task but its name."""
+    beats = make_beats(**LEDGER, task_default_queue="builds")
+    beats.conf["beat_schedule"] = {"build": {"task": "elsewhere.build", "schedule": 0.25, "args": [0.6]}}
+    beat = beats.start_leader()
+    worker = beats.start(command=("worker", "-c", "4", "-P", "threads"), pglock_enabled=locked)
+    builds = beats.folder / "builds"
+    wait_for(lambda: builds.exists() and builds.read_text().count("end") >= 3, worker.text, 20)
+    beat.stop()
+    worker.stop()
+    events = [line.split()[0] for line in builds.read_text().splitlines()]
+    in_turns = all(one != other for one, other in pairwise(events))
+    assert in_turns is locked
+    assert ("already running" in worker.text() or "skipped" in worker.text()) is locked
+    assert beat.text().count("Sending due task build (elsewhere.build)") > events.count("end") or not locked
 
 
 @pytest.mark.parametrize(("settings", "runs"), [(LEDGER, 1), ({}, 2)], ids=["ledger", "control"])
@@ -245,52 +264,59 @@ def test_a_second_message_of_a_slot_does_not_run(
 
 def test_a_user_s_own_scheduler_is_built_by_the_leader_alone(make_beats: BeatsMaker) -> None:
     beats = make_beats(pglock_beat_scheduler="faults.clock:InMemory")
-    first = beats.start_leader()
-    second = beats.start_follower()
-    beats.reader.wait(3)
+    first, second = beats.pair()
+    beats.wait_between_slots()
     assert (first.text().count("built in"), second.text().count("built in")) == (1, 0)
     first.kill()
     beats.reader.wait(9, since=second.wait_leading())
     assert second.text().count("built in") == 1
-    assert not missing(beats.reader.sends)
+    assert not beats.missing()
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_beats_inside_of_workers(beats: Beats, pool: str) -> None:
     """Always a process of its own. The workers read another queue."""
     command = ("worker", "-B", "--scheduler", "pglock", "-P", pool, "-c", "1", "-Q", "other")
-    first = beats.start_leader(command=command)
-    second = beats.start_follower(command=command)
-    sends = beats.reader.wait(9, since=time.time())
-    assert set(counts(sends).values()) == {1}
+    first, second = beats.pair(command=command)
+    beats.wait_between_slots()
     # The whole node: a beat outlives the worker that started it, and goes on leading.
     os.killpg(first.pid, signal.SIGKILL)
     beats.reader.wait(9, since=second.wait_leading())
-    assert not missing(beats.reader.sends)
-    assert max(counts(beats.reader.sends).values()) <= 2
+    assert not beats.missing()
+    assert set(counts(beats.reader.sends).values()) == {1}
     assert second.stop() == 0
 
 
 @pytest.fixture
-def django_beats(make_beats: BeatsMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beats:
-    """Beats whose schedule lies in the tables of django-celery-beat."""
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
+    """The tables of django-celery-beat, with a clocked task that is switched off."""
     pytest.importorskip("django_celery_beat")
     settings = {
         "INSTALLED_APPS": ["django_celery_beat"],
         "DATABASES": {
             "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "schedule.sqlite")}
         },
+        "MIGRATION_MODULES": {"django_celery_beat": None},
         "USE_TZ": True,
     }
     monkeypatch.setenv("FLEET_DJANGO", json.dumps(settings))
-    in_django(tmp_path, "from django.core.management import call_command; call_command('migrate')")
-    return make_beats(
-        pglock_beat_scheduler="django_celery_beat.schedulers:DatabaseScheduler",
-        beat_schedule={name: {"task": "note", "schedule": 1.0} for name in ("a", "b")},
+    in_django(
+        tmp_path,
+        """
+import datetime
+from django.core.management import call_command
+call_command("migrate", run_syncdb=True, verbosity=0)
+from django_celery_beat.models import ClockedSchedule, PeriodicTask
+moment = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=1)
+clocked = ClockedSchedule.objects.create(clocked_time=moment)
+PeriodicTask.objects.create(name="once", task="note", clocked=clocked, one_off=True, enabled=False)
+""",
     )
+    with closing(sqlite3.connect(tmp_path / "schedule.sqlite", isolation_level=None, timeout=20)) as tables:
+        yield tables
 
 
-def in_django(folder: Path, code: str) -> str:
+def in_django(folder: Path, code: str) -> None:
     """Run some lines in a project of django-celery-beat."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "FLEET_CONF": "{}", "FLEET_FOLDER": str(folder)}
     done = subprocess.run(
@@ -301,64 +327,56 @@ def in_django(folder: Path, code: str) -> str:
         check=False,
     )
     assert not done.returncode, done.stderr
-    return done.stdout
 
 
-def test_django_celery_beat(django_beats: Beats, tmp_path: Path) -> None:
+def test_django_celery_beat(make_beats: BeatsMaker, tables: sqlite3.Connection) -> None:
     """A takeover loses nothing of an interval and sends a clocked task once; a change is seen."""
-    beats = django_beats
-    first = beats.start_leader()
-    second = beats.start_follower()
+    beats = make_beats(
+        pglock_beat_scheduler="django_celery_beat.schedulers:DatabaseScheduler",
+        every=timedelta(seconds=1),  # the shortest that its tables hold
+    )
+    beats.conf["beat_schedule"] = beats.entries("ab")
+    first, second = beats.pair()
     beats.reader.wait(2)
-    in_django(
-        tmp_path,
-        """
-import datetime
-from django_celery_beat.models import ClockedSchedule, PeriodicTask
-moment = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=2)
-clocked = ClockedSchedule.objects.create(clocked_time=moment)
-PeriodicTask.objects.create(name="once", task="note", clocked=clocked, one_off=True)
-""",
-    )
+    now = datetime.now(timezone.utc).replace(tzinfo=None)
+    moment = now + timedelta(seconds=1.5)
+    tables.execute("UPDATE django_celery_beat_clockedschedule SET clocked_time = ?", [str(moment)])
+    tables.execute("UPDATE django_celery_beat_periodictask SET enabled = 1 WHERE name = 'once'")
+    tables.execute("UPDATE django_celery_beat_periodictasks SET last_update = ?", [str(now)])
     wait_for(lambda: [each for each in beats.reader.sends if each.entry == "once"], first.text, 15)
-    beats.reader.wait(2, since=time.time())
+    beats.wait_between_slots("ab")
     first.kill()
-    beats.reader.wait(12, since=second.wait_leading())
-    assert not missing([each for each in beats.reader.sends if each.entry != "once"])
-    sent = counts(beats.reader.sends)
-    assert max(sent.values()) <= 2
-    assert [count for (entry, _), count in sent.items() if entry == "once"] == [1]
-    stored = in_django(
-        tmp_path,
-        "from django_celery_beat.models import PeriodicTask\n"
-        "print(PeriodicTask.objects.get(name='a').total_run_count, "
-        "PeriodicTask.objects.get(name='once').enabled)",
-    )
-    runs, enabled = stored.split()
-    assert int(runs) >= len([each for each in beats.reader.sends if each.entry == "a"]) - 2
-    assert enabled == "False"
+    beats.reader.wait(4, since=second.wait_leading())
+    sends = list(beats.reader.sends)
+    assert not beats.missing(of="ab")
+    assert set(counts(sends).values()) == {1}
+    (once,) = [each for each in sends if each.entry == "once"]
+    assert once.due == moment.replace(tzinfo=timezone.utc)
+    query = "SELECT total_run_count, enabled FROM django_celery_beat_periodictask WHERE name = ?"
+    ((runs, _),) = tables.execute(query, ["a"]).fetchall()
+    assert runs >= len([each for each in sends if each.entry == "a"]) - 2
+    ((_, enabled),) = tables.execute(query, ["once"]).fetchall()
+    assert not enabled
 
 
 def test_a_leader_whose_publishing_hangs_loses_its_lock(make_beats: BeatsMaker, redis: Redis) -> None:
     """Its watch is alive and well: only what it sends counts."""
-    beats = make_beats()
+    beats = make_beats(pglock_freeze_timeout=3.0)
     with Proxy(redis.port) as proxy:
         far = beats.broker.replace(f":{redis.port}", f":{proxy.port}")
         first = beats.start_leader(broker_url=far)
         second = beats.start_follower()
-        beats.reader.wait(3)
+        beats.wait_between_slots()
         proxy.stall()
         hung = time.time()
-        took = second.wait_leading(15) - hung
-        assert took < 13
+        assert second.wait_leading(15) - hung < 5
         beats.reader.wait(30, since=hung)
         wait_for(lambda: "its publishing hung, and was stopped" in first.text(), first.text)
         assert not first.leads()
-        assert not missing(beats.reader.sends)
-        before = len(beats.reader.sends)
+        assert not beats.missing()
         proxy.resume()
         beats.reader.wait(6, since=time.time())
         sent = counts(beats.reader.sends)
         # What lay in the network when it stood still: nobody can call it back.
-        assert sum(count - 1 for count in sent.values()) <= 9, before
+        assert sum(count - 1 for count in sent.values()) <= 1
         assert max(sent.values()) <= 2

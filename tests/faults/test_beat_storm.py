@@ -6,6 +6,7 @@ it and prints the figures.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -13,23 +14,51 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-from faults.beats import Beat, Beats, counts, missing
+from faults.beats import Beat, Beats, Send, counts
 from faults.fleet import flush, wait_for
 from faults.proxy import Proxy
 from localservers import PostgreSQL, Redis
+
+SECOND = timedelta(seconds=1)
 
 FAULTS = int(os.environ.get("PGLOCK_BEAT_FAULTS", "0"))
 
 HOLDER = "SELECT application_name FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE objsubid = 1"
 
+#: Seconds from a leader's question to its record of what it sent, on a busy machine.
+RECORDED_WITHIN = 0.25
+
 #: Where the server learns late that the leader is gone: within its bound, and the next poll.
 SLOW = ("frozen", "silent")
+
+
+@dataclass
+class Fault:
+    """What was done to a leader, and when."""
+
+    kind: str
+    sender: str
+    struck: float
+    done: float = math.inf
+    healed: float = math.inf
+
+    def explains(self, sends: list[Send]) -> bool:
+        """Whether it struck the leader in the middle of one of these sends.
+
+        Who was frozen there ends what it had begun when it wakes.
+        """
+        moments = [send.arrived for send in sends if send.headers["origin"].startswith(self.sender)]
+        struck = any(self.struck - RECORDED_WITHIN < at < self.done + RECORDED_WITHIN for at in moments)
+        woke = self.kind == "frozen" and any(0 < at - self.healed < 2 * RECORDED_WITHIN for at in moments)
+        return struck or woke
 
 
 class Storm:
@@ -38,6 +67,7 @@ class Storm:
     def __init__(self, beats: Beats, postgres: PostgreSQL, ways: ExitStack) -> None:
         self.beats, self.postgres, self.ways = beats, postgres, ways
         self.proxies: dict[Beat, Proxy] = {}
+        self.faults: list[Fault] = []
         #: Seconds from each fault to the next leader.
         self.takeovers: dict[str, list[float]] = {}
 
@@ -66,7 +96,10 @@ class Storm:
         wait_for(lambda: any(map(follows, others)), "a follower", 120)
         before = {beat: beat.text().count("this beat leads: ") for beat in others}
         struck = time.time()
+        fault = Fault(kind, f"gen{leader.pid}@", struck)
+        self.faults.append(fault)
         getattr(self, f"_{kind}")(leader)
+        fault.done = time.time()
         if kind in ("restart", "backend"):
             self.leader()
         else:
@@ -74,6 +107,7 @@ class Storm:
                 assert time.time() < struck + 40, f"nobody leads after {kind}"
                 time.sleep(0.01)
             self.takeovers.setdefault(kind, []).append(time.time() - struck)
+        fault.healed = time.time()
         self._heal(kind, leader)
 
     def _killed(self, leader: Beat) -> None:
@@ -122,7 +156,7 @@ def storm(own_postgres: PostgreSQL, redis: Redis, tmp_path: Path) -> Iterator[Ca
         def make(**conf: Any) -> Storm:
             broker = redis.url(15)
             flush(broker)
-            beats = Beats(tmp_path, broker, own_postgres.url(), **conf)
+            beats = Beats(tmp_path, broker, own_postgres.url(), SECOND, pglock_beat_poll=1.0, **conf)
             ways.callback(beats.close)
             storm = Storm(beats, own_postgres, ways)
             storm.start().wait_leading()
@@ -136,7 +170,10 @@ def storm(own_postgres: PostgreSQL, redis: Redis, tmp_path: Path) -> Iterator[Ca
 @pytest.mark.timeout(120 + 60 * FAULTS)
 @pytest.mark.parametrize("ledger", ["celery_pglock_beat", None], ids=["ledger", "no ledger"])
 def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
-    """With a ledger each due slot once. Without one none is left out, and few come twice."""
+    """Each due slot once, with a ledger and without one.
+
+    But for one case: the fault struck between the broker's answer and the leader's own record.
+    """
     weather = storm(pglock_beat_ledger=ledger)
     rng = random.Random(5)
     kinds = [rng.choice(KINDS) for _ in range(FAULTS)] or ["killed", "backend", "asked"]
@@ -146,20 +183,33 @@ def test_a_storm(storm: Callable[..., Storm], ledger: str | None) -> None:
     weather.beats.reader.wait(9, since=time.time() + 1)
     report(weather, kinds)
     sends = weather.beats.reader.sends
-    assert not missing(sends)
-    # Twice for each takeover: a leader that is struck at once has made up for another's gap.
-    assert max(counts(sends).values()) <= 3
-    if ledger is not None:
-        # A leader that died between the broker's answer and its record of it.
-        assert sum(count - 1 for count in counts(sends).values()) <= len(kinds) // 10
+    assert not weather.beats.missing()
+    assert max(counts(sends).values()) <= 2
+    twice = sent_twice(sends)
+    for slot in twice:
+        assert any(fault.explains(slot) for fault in weather.faults), slot
+    # A leader is in the middle of a send for some milliseconds of each second.
+    assert len(twice) <= math.ceil(len(kinds) / 10)
+    if FAULTS:
+        assert statistics.median(weather.takeovers["killed"]) < 1.0
+        assert statistics.median(weather.takeovers["asked"]) < 0.6
+
+
+def sent_twice(sends: list[Send]) -> list[list[Send]]:
+    """The messages of each slot that has several."""
+    many = [slot for slot, count in counts(sends).items() if count > 1]
+    return [[send for send in sends if (send.entry, send.due) == slot] for slot in many]
 
 
 def report(storm: Storm, kinds: list[str]) -> None:
     sent = counts(storm.beats.reader.sends)
     twice = [count for count in sent.values() if count > 1]
-    left_out = len(missing(storm.beats.reader.sends))
+    left_out = len(storm.beats.missing())
+    struck = [fault.kind for slot in sent_twice(storm.beats.reader.sends) for fault in storm.faults
+              if fault.explains(slot)]  # fmt: skip
     print(f"\n{len(kinds)} faults, {len(sent)} slots, {left_out} left out,"
-          f" {len(twice)} more than once, at most {max(sent.values())} times")  # fmt: skip
+          f" {len(twice)} more than once, at most {max(sent.values())} times,"
+          f" struck in the middle: {struck}")  # fmt: skip
     for kind, seconds in sorted(storm.takeovers.items()):
         print(f"  {kind}: {len(seconds)} takeovers, median {statistics.median(seconds):.2f} s,"
               f" maximum {max(seconds):.2f} s")  # fmt: skip

@@ -7,7 +7,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
-from celery.schedules import crontab, schedule
+from celery.schedules import crontab, schedule, solar
 
 from celery_pglock import slots
 
@@ -106,6 +106,19 @@ def test_a_user_s_own_schedule_is_asked_and_not_computed(app: Celery) -> None:
     moment = at("2026-11-30T12:00:03")
     assert slots.following(odd, moment) == moment + timedelta(seconds=7)
     assert slots.floor(odd, moment) == moment
+
+
+@pytest.mark.parametrize("event", ["sunrise", "sunset", "solar_noon"])
+def test_a_solar_event_is_one_slot_from_whatever_moment_it_is_looked_for(app: Celery, event: str) -> None:
+    pytest.importorskip("ephem")
+    plan = solar(event, 52.5, 13.4, app=app)
+    first = slots.following(plan, at("2026-11-30T00:00:00"))
+    earlier = [first - timedelta(hours=12) * fraction / 7**9 for fraction in (7**n for n in range(10))]
+    assert {slots.following(plan, moment) for moment in earlier} == {first}
+    second = slots.following(plan, first)
+    assert timedelta(hours=23) < second - first < timedelta(hours=25)
+    assert slots.pending(plan, first, first + timedelta(seconds=5)) == second
+    assert slots.pending(plan, first - timedelta(days=90), first + timedelta(hours=1)) == first
 
 
 def test_a_moment_that_comes_once_has_no_next_slot(app: Celery) -> None:

@@ -1,0 +1,59 @@
+"""What a leader tells, and what its followers know by it."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from celery_pglock.progress import Progress
+
+NOON = datetime(2026, 11, 30, 12, tzinfo=timezone.utc)
+SECOND = timedelta(seconds=1)
+
+
+def test_a_follower_knows_each_slot_that_it_is_told() -> None:
+    leader, follower = Progress(), Progress()
+    for name in ("report", "it's", 'a "b"', "ü", "sent until 2030"):
+        assert follower.hear(leader.sent(name, NOON))
+    assert follower.last == leader.last
+    assert follower.until is None
+
+
+def test_a_newcomer_reads_it_in_the_leader_s_statement() -> None:
+    leader, newcomer = Progress(), Progress()
+    leader.sent_until(NOON)
+    assert newcomer.hear(f"NOTIFY \"pglock:1\", '{leader}'")
+    assert newcomer.until == NOON
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_what_is_known_is_never_unlearned(later: bool) -> None:
+    """Words may come late, from a leader whose clock or whose knowledge is behind."""
+    progress = Progress()
+    words = [(NOON, NOON + SECOND), (NOON + SECOND, NOON)][later]
+    for moment in words:
+        progress.sent_until(moment)
+        progress.sent("report", moment + SECOND)
+    assert progress.until == NOON + SECOND
+    assert progress.last == {"report": NOON + 2 * SECOND}
+
+
+def test_what_all_have_passed_is_forgotten() -> None:
+    progress = Progress()
+    progress.sent("report", NOON)
+    progress.sent_until(NOON)
+    assert progress.last == {}
+
+
+def test_a_slot_too_long_to_tell_is_not_told() -> None:
+    """The end of the tick tells it."""
+    assert Progress().sent("x" * 9000, NOON) == ""
+
+
+def test_other_statements_say_nothing() -> None:
+    progress = Progress()
+    assert not progress.hear("SELECT true")
+    assert not progress.hear("")
+    assert not progress.hear("""NOTIFY "pglock:1", 'sent {"entry": "sent until 2030", ...}'""")
+    assert (progress.until, progress.last) == (None, {})
