@@ -57,7 +57,12 @@ class Report:
     lost_locks: int = 0
     in_window: int = 0
     overlaps: list[tuple[Run, Run]] = field(default_factory=list)
+    #: Tasks without a result, less those whose message is lost.
     unfinished: list[str] = field(default_factory=list)
+    #: Tasks whose message Kombu took from its list and never noted: by Redis's own record.
+    lost_by_kombu: list[str] = field(default_factory=list)
+    #: How often that could have happened: at each end of a process and of the broker under a process.
+    chances_to_lose: int = 0
     states: Counter[str] = field(default_factory=Counter)
     stuck_names: list[str] = field(default_factory=list)
     locks: int = 0
@@ -71,11 +76,13 @@ class Report:
             f" {self.ended_alone} workers ended by themselves\n"
             f"{sum(self.faults.values())} faults:\n{faults}\n"
             f"overlaps: {len(self.overlaps)}, and {self.in_window} inside a documented window\n"
-            f"lost messages: {len(self.unfinished)}, stuck names: {len(self.stuck_names)},"
+            f"lost messages: {len(self.unfinished)}, and {len(self.lost_by_kombu)} by Kombu's transport"
+            f" ({self.chances_to_lose} chances); stuck names: {len(self.stuck_names)},"
             f" locks left: {self.locks}, sessions left: {self.sessions}\n"
             + "".join(f"overlap of {first}\n      and {second}\n" for first, second in self.overlaps)
             + "".join(f"at {at:.3f} {what}\n" for at, what in self.times if self.overlaps)
             + "".join(f"lost: {id}\n" for id in self.unfinished)
+            + "".join(f"lost by Kombu: {id}\n" for id in self.lost_by_kombu)
         )
 
 
@@ -123,8 +130,7 @@ class Chaos:
                 finally:
                     self._flow.set()
                     producer.join()
-                self._calm_down()
-                self._judge()
+                self._judge(self._calm_down())
             finally:
                 self.fleet.close()
         return self.report
@@ -139,6 +145,7 @@ class Chaos:
         for pool, worker in list(self.workers.items()):
             if not alive(worker.pid):
                 self.report.ended_alone += 1
+                self.report.chances_to_lose += 1
                 worker.close()
                 self._start(pool)
 
@@ -221,6 +228,7 @@ class Chaos:
     def _kill_worker(self) -> str | None:
         pool = self.random.choice(list(self.pools))
         self.workers[pool].kill()
+        self.report.chances_to_lose += 1
         self._start(pool)
         return f"{pool} worker killed"
 
@@ -269,6 +277,7 @@ class Chaos:
     def _restart_broker(self) -> str:
         self.redis.stop()
         self.redis.start()
+        self.report.chances_to_lose += sum(alive(worker.pid) for worker in self.fleet.workers)
         return "broker restarted"
 
     def _stall_shortly(self) -> str:
@@ -285,22 +294,29 @@ class Chaos:
 
     # What is left.
 
-    def _calm_down(self) -> None:
-        """Let all that was sent be done. What died with a worker comes back by redelivery."""
+    def _calm_down(self) -> list[str]:
+        """Let all that was sent be done. What died with a worker comes back by redelivery.
+
+        Returns what has no end.
+        """
         deadline = time.monotonic() + 90
-        redelivered = 0.0
-        while self._pending() and time.monotonic() < deadline:
-            if time.monotonic() - redelivered > 3:
-                redelivered = time.monotonic()
+        looked, lost, gone = 0.0, set[str](), set[str]()
+        while set(self._pending()) - gone and time.monotonic() < deadline:
+            if time.monotonic() - looked > 3:
+                looked = time.monotonic()
                 self._redeliver_all()
+                # What was on its way at the last look has arrived.
+                lost, before = self.redis.messages().lost(), lost
+                gone = lost & before
             self._supervise()
             time.sleep(0.2)
-        self.report.unfinished = self._pending()
+        pending = self._pending()
         ids = {name: self._send(name, 0.0) for name in NAMES}
         until = time.monotonic() + 20
         while time.monotonic() < until and any(id in self._pending() for id in ids.values()):
             time.sleep(0.1)
         self.report.stuck_names = [name for name, id in ids.items() if id in self._pending()]
+        return pending
 
     def _redeliver_all(self) -> None:
         # Ten messages at a time.
@@ -311,7 +327,7 @@ class Chaos:
         done = self.fleet.results(list(self._ids))
         return [id for id in self._ids if done.get(id, {}).get("status") not in states.READY_STATES]
 
-    def _judge(self) -> None:
+    def _judge(self, pending: list[str]) -> None:
         report = self.report
         try:
             wait_for(lambda: self._count_locks() == 0, "", 5)
@@ -323,6 +339,10 @@ class Chaos:
             wait_for(lambda: self._count_sessions() == 0, "", 5)
         except AssertionError:
             report.sessions = self._count_sessions()
+        # Now that nothing is on its way any more.
+        lost = self.redis.messages().lost()
+        report.lost_by_kombu = [id for id in pending if id in lost]
+        report.unfinished = [id for id in pending if id not in lost]
         report.sent = len(self._ids)
         report.states.update(str(result["status"]) for result in self.fleet.results(list(self._ids)).values())
         runs = self.fleet.history.runs()
