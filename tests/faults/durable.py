@@ -48,35 +48,10 @@ class DurableRedis(Redis):
 
     def messages(self) -> Messages:
         """Where all messages are that were published and not acknowledged, by what was written down."""
-        lists: dict[tuple[int, bytes], deque[bytes]] = defaultdict(deque)
-        where = Messages()
-        db = 0
-        for name, *args in self._record():
-            command = name.upper()
-            if command == b"SELECT":
-                db = int(args[0])
-            elif command == b"LPUSH":
-                lists[db, args[0]].extendleft(args[1:])
-            elif command == b"RPUSH":
-                lists[db, args[0]].extend(args[1:])
-            elif command == b"RPOP":
-                # A BRPOP is written down as one too.
-                where.taken.update(task_of(lists[db, args[0]].pop()))
-            elif command == b"HSET" and args[0] == UNACKED:
-                for tag in map(bytes.decode, args[1::2]):
-                    where.noted[tag] = where.taken.pop(tag)
-            elif command == b"HDEL" and args[0] == UNACKED:
-                for tag in map(bytes.decode, args[1:]):
-                    del where.noted[tag]
-            elif command in (b"DEL", b"UNLINK"):
-                for key in args:
-                    lists.pop((db, key), None)
-            elif command in NOT_FOLLOWED:
-                raise AssertionError(f"the record holds a command that its reader can't follow: {name!r}")
-        for messages in lists.values():
-            for message in messages:
-                where.queued.update(task_of(message))
-        return where
+        replay = Replay()
+        for command in self._record():
+            replay.play(*command)
+        return replay.messages()
 
     def _record(self) -> Iterator[list[bytes]]:
         """All changes since the first start, in their order."""
@@ -93,8 +68,50 @@ class DurableRedis(Redis):
         return [*command, *kept, "--unixsocket", self.folder / "socket"]
 
 
+class Replay:
+    """What the commands of a record did to lists and to Kombu's hash."""
+
+    def __init__(self) -> None:
+        self._lists: dict[tuple[int, bytes], deque[bytes]] = defaultdict(deque)
+        self._taken: dict[str, str] = {}
+        self._noted: dict[str, str] = {}
+        self._db = 0
+
+    def play(self, name: bytes, *args: bytes) -> None:
+        command = name.upper()
+        if command == b"SELECT":
+            self._db = int(args[0])
+        elif command in (b"LPUSH", b"RPUSH"):
+            self._push(command == b"LPUSH", *args)
+        elif command == b"RPOP":
+            # A BRPOP is written down as one too.
+            self._taken |= task_of(self._lists[self._db, args[0]].pop())
+        elif command == b"HSET" and args[0] == UNACKED:
+            tags = [tag.decode() for tag in args[1::2]]
+            self._noted |= {tag: self._taken.pop(tag) for tag in tags}
+        elif command == b"HDEL" and args[0] == UNACKED:
+            for tag in args[1:]:
+                del self._noted[tag.decode()]
+        elif command in (b"DEL", b"UNLINK"):
+            for key in args:
+                self._lists.pop((self._db, key), None)
+        elif command in NOT_FOLLOWED:
+            raise AssertionError(f"the record holds a command that its reader can't follow: {name!r}")
+
+    def _push(self, left: bool, key: bytes, *messages: bytes) -> None:
+        queue = self._lists[self._db, key]
+        queue.extendleft(messages) if left else queue.extend(messages)
+
+    def messages(self) -> Messages:
+        found = Messages(taken=self._taken, noted=self._noted)
+        for queue in self._lists.values():
+            for message in queue:
+                found.queued |= task_of(message)
+        return found
+
+
 def task_of(message: bytes) -> dict[str, str]:
-    """A task's id by its message's delivery tag. Nothing for what is no task: a reply of remote control, say."""
+    """A task's id by its message's delivery tag: nothing for a reply of remote control, say."""
     try:
         read = json.loads(message)
         return {read["properties"]["delivery_tag"]: read["headers"]["id"]}
