@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,12 +44,6 @@ def test_bodies_overlap_without_locks(tmp_path: Path) -> None:
 
 
 # What the storm excuses.
-
-
-@pytest.fixture
-def durable() -> Iterator[DurableRedis]:
-    with DurableRedis() as server:
-        yield server
 
 
 def test_record_tells_what_kombu_took_along(durable: DurableRedis, make_fleet: FleetMaker) -> None:
