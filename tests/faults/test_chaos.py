@@ -14,9 +14,10 @@ import pytest
 import redis
 from kombu import Queue
 
-from faults.chaos import Chaos
+from faults.chaos import Chaos, hangs_in_billiard
 from faults.conftest import FleetMaker
 from faults.durable import DurableRedis
+from faults.fleet import Fleet
 
 SECONDS = float(os.environ.get("PGLOCK_CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("PGLOCK_CHAOS_SEED", random.randrange(1_000_000)))
@@ -100,3 +101,40 @@ def test_record_excuses_no_message_that_was_noted(durable: DurableRedis, make_fl
         fleet.signature("plain", "lost").apply_async(task_id=ids["lost"])
         assert durable.messages().lost() == {ids["queued"], ids["returned"]}
         taken["kept"].ack()
+
+
+def test_warm_shutdown_hangs_in_billiard_without_locks(durable: DurableRedis, make_fleet: FleetMaker) -> None:
+    """A result that is longer than a pipe holds, of a job that the main process forgot with its broker.
+
+    With a short one the child ends after half a minute. Fails where Celery has learnt to end: then what it
+    excuses can go.
+    """
+    fleet = make_fleet(broker=durable.url(0), pglock_enabled=False)
+    worker = fleet.worker("prefork", 1)
+    (child,) = worker.children()
+    # So that it does not say yet that it took the job on.
+    os.kill(child, signal.SIGSTOP)
+    fleet.send("ends", "a", "recursion")
+    with redis.Redis.from_url(durable.url(0)) as client:
+        fleet.wait(lambda: client.hlen("unacked") == 1, "the message in the hands of the worker")
+    fleet.logged("received")
+    durable.stop()
+    fleet.logged("Connection to broker lost")
+    durable.start()
+    fleet.logged("Connected to", times=2)
+    worker.signal(signal.SIGTERM)
+    fleet.logged("Warm shutdown")
+    os.kill(child, signal.SIGCONT)
+    with pytest.raises(AssertionError, match="did not end"):
+        worker.stop(10)
+    assert hangs_in_billiard(worker.text())
+
+
+def test_worker_that_hangs_in_a_body_is_not_excused(fleet: Fleet) -> None:
+    """The control of the reader of stacks."""
+    worker = fleet.worker("prefork", 2)
+    fleet.send("skip", "a", gate="g")
+    fleet.running("a")
+    with pytest.raises(AssertionError, match="did not end"):
+        worker.stop(3)
+    assert not hangs_in_billiard(worker.text())
