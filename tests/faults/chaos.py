@@ -336,8 +336,11 @@ class Chaos:
             wait_for(lambda: self._count_locks() == 0, "", 5)
         except AssertionError:
             report.locks = self._count_locks()
+        for worker in self.workers.values():
+            worker.signal(signal.SIGTERM)
+        until = time.monotonic() + 60
         for worker in [*self.workers.values(), *self._leaving]:
-            self._let_end(worker)
+            self._let_end(worker, max(0.1, until - time.monotonic()))
         try:
             wait_for(lambda: self._count_sessions() == 0, "", 5)
         except AssertionError:
@@ -358,10 +361,10 @@ class Chaos:
             else:
                 report.overlaps.append((first, second))
 
-    def _let_end(self, worker: Worker) -> None:
-        """Stop a worker, or see what it hangs in."""
+    def _let_end(self, worker: Worker, timeout: float) -> None:
+        """Wait until a worker has ended, or see what it hangs in."""
         try:
-            worker.stop(60)
+            worker.wait_ended(timeout)
         except AssertionError:
             if not hangs_in_billiard(worker.text()):
                 raise
