@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -57,7 +58,14 @@ class Report:
     lost_locks: int = 0
     in_window: int = 0
     overlaps: list[tuple[Run, Run]] = field(default_factory=list)
+    #: Tasks without a result, less those whose message is lost.
     unfinished: list[str] = field(default_factory=list)
+    #: Tasks whose message Kombu took from its list and never noted: by Redis's own record.
+    lost_by_kombu: list[str] = field(default_factory=list)
+    #: How often that could have happened: at each end of a process and of the broker under a process.
+    chances_to_lose: int = 0
+    #: Workers that could not end since nobody reads a result that a child of theirs writes.
+    unread: list[str] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
     stuck_names: list[str] = field(default_factory=list)
     locks: int = 0
@@ -68,14 +76,16 @@ class Report:
         return (
             f"{self.sent} messages, {self.runs} bodies ({self.interrupted} without an end),"
             f" {self.lost_locks} lost locks, results {dict(self.states)},"
-            f" {self.ended_alone} workers ended by themselves\n"
+            f" {self.ended_alone} workers ended by themselves, {len(self.unread)} hung in billiard\n"
             f"{sum(self.faults.values())} faults:\n{faults}\n"
             f"overlaps: {len(self.overlaps)}, and {self.in_window} inside a documented window\n"
-            f"lost messages: {len(self.unfinished)}, stuck names: {len(self.stuck_names)},"
+            f"lost messages: {len(self.unfinished)}, and {len(self.lost_by_kombu)} by Kombu's transport"
+            f" ({self.chances_to_lose} chances); stuck names: {len(self.stuck_names)},"
             f" locks left: {self.locks}, sessions left: {self.sessions}\n"
             + "".join(f"overlap of {first}\n      and {second}\n" for first, second in self.overlaps)
             + "".join(f"at {at:.3f} {what}\n" for at, what in self.times if self.overlaps)
             + "".join(f"lost: {id}\n" for id in self.unfinished)
+            + "".join(f"lost by Kombu: {id}\n" for id in self.lost_by_kombu)
         )
 
 
@@ -123,8 +133,7 @@ class Chaos:
                 finally:
                     self._flow.set()
                     producer.join()
-                self._calm_down()
-                self._judge()
+                self._judge(self._calm_down())
             finally:
                 self.fleet.close()
         return self.report
@@ -139,6 +148,7 @@ class Chaos:
         for pool, worker in list(self.workers.items()):
             if not alive(worker.pid):
                 self.report.ended_alone += 1
+                self.report.chances_to_lose += 1
                 worker.close()
                 self._start(pool)
 
@@ -221,6 +231,7 @@ class Chaos:
     def _kill_worker(self) -> str | None:
         pool = self.random.choice(list(self.pools))
         self.workers[pool].kill()
+        self.report.chances_to_lose += 1
         self._start(pool)
         return f"{pool} worker killed"
 
@@ -269,6 +280,7 @@ class Chaos:
     def _restart_broker(self) -> str:
         self.redis.stop()
         self.redis.start()
+        self.report.chances_to_lose += sum(alive(worker.pid) for worker in self.fleet.workers)
         return "broker restarted"
 
     def _stall_shortly(self) -> str:
@@ -285,22 +297,29 @@ class Chaos:
 
     # What is left.
 
-    def _calm_down(self) -> None:
-        """Let all that was sent be done. What died with a worker comes back by redelivery."""
+    def _calm_down(self) -> list[str]:
+        """Let all that was sent be done. What died with a worker comes back by redelivery.
+
+        Returns what has no end.
+        """
         deadline = time.monotonic() + 90
-        redelivered = 0.0
-        while self._pending() and time.monotonic() < deadline:
-            if time.monotonic() - redelivered > 3:
-                redelivered = time.monotonic()
+        looked, lost, gone = 0.0, set[str](), set[str]()
+        while set(self._pending()) - gone and time.monotonic() < deadline:
+            if time.monotonic() - looked > 3:
+                looked = time.monotonic()
                 self._redeliver_all()
+                # What was on its way at the last look has arrived.
+                lost, before = self.redis.messages().lost(), lost
+                gone = lost & before
             self._supervise()
             time.sleep(0.2)
-        self.report.unfinished = self._pending()
+        pending = self._pending()
         ids = {name: self._send(name, 0.0) for name in NAMES}
         until = time.monotonic() + 20
         while time.monotonic() < until and any(id in self._pending() for id in ids.values()):
             time.sleep(0.1)
         self.report.stuck_names = [name for name, id in ids.items() if id in self._pending()]
+        return pending
 
     def _redeliver_all(self) -> None:
         # Ten messages at a time.
@@ -311,18 +330,25 @@ class Chaos:
         done = self.fleet.results(list(self._ids))
         return [id for id in self._ids if done.get(id, {}).get("status") not in states.READY_STATES]
 
-    def _judge(self) -> None:
+    def _judge(self, pending: list[str]) -> None:
         report = self.report
         try:
             wait_for(lambda: self._count_locks() == 0, "", 5)
         except AssertionError:
             report.locks = self._count_locks()
+        for worker in self.workers.values():
+            worker.signal(signal.SIGTERM)
+        until = time.monotonic() + 60
         for worker in [*self.workers.values(), *self._leaving]:
-            worker.stop(60)
+            self._let_end(worker, max(0.1, until - time.monotonic()))
         try:
             wait_for(lambda: self._count_sessions() == 0, "", 5)
         except AssertionError:
             report.sessions = self._count_sessions()
+        # Now that nothing is on its way any more.
+        lost = self.redis.messages().lost()
+        report.lost_by_kombu = [id for id in pending if id in lost]
+        report.unfinished = [id for id in pending if id not in lost]
         report.sent = len(self._ids)
         report.states.update(str(result["status"]) for result in self.fleet.results(list(self._ids)).values())
         runs = self.fleet.history.runs()
@@ -334,6 +360,15 @@ class Chaos:
                 report.in_window += 1
             else:
                 report.overlaps.append((first, second))
+
+    def _let_end(self, worker: Worker, timeout: float) -> None:
+        """Wait until a worker has ended, or see what it hangs in."""
+        try:
+            worker.wait_ended(timeout)
+        except AssertionError:
+            if not hangs_in_billiard(worker.text()):
+                raise
+            self.report.unread.append(worker.name)
 
     def _is_documented(self, first: Run) -> bool:
         """Whether a server had let the name go before, and the body stopped in time.
@@ -360,3 +395,31 @@ class Chaos:
     def _count_sessions(self) -> int:
         ((count,),) = self.server.execute(f"SELECT count(*) {OURS}")
         return int(count)
+
+
+def hangs_in_billiard(log: str) -> bool:
+    """Whether a worker's stacks tell that it waits for a child whose result it does not read any more.
+
+    When the broker is gone, the main process forgets the jobs of which it has not read yet that a child took
+    them on (`AsynPool.flush`), and a warm shutdown reads results only as long as it knows of a job
+    (`ResultHandler.on_stop_not_started`). A result that is longer than a pipe holds, as the traceback of a
+    result that could not be stored is, then blocks its child for ever. No task is on that child's stack, and
+    no lock in its hands: these were counted before.
+    """
+    stacks = re.findall(r"Current thread .*\n((?:  File .*\n)+)", log)
+    if not stacks:
+        return False
+    *children, main = stacks
+    return (
+        "celery_pglock" not in main
+        and bool(re.search(r'billiard/pool.py", line \d+ in join\n', main))
+        and any(BLOCKED_CHILD.match(stack) for stack in children)
+    )
+
+
+#: From the innermost call on.
+BLOCKED_CHILD = re.compile(
+    r'  File ".*/billiard/connection.py", line \d+ in _send\n'
+    r'(  File ".*/billiard/(connection|queues).py", line \d+ in \w+\n)+'
+    r'  File ".*/billiard/pool.py", line \d+ in workloop\n'
+)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from faults.durable import DurableRedis
 from faults.fleet import Fleet, flush
 from localservers import Redis
 
@@ -18,6 +19,13 @@ from localservers import Redis
 _pairs = itertools.cycle(range(8))
 
 FleetMaker = Callable[..., Fleet]
+
+
+@pytest.fixture
+def durable() -> Iterator[DurableRedis]:
+    """A broker of one test's own, with a record of where its messages are: ``make_fleet(broker=...)``."""
+    with DurableRedis() as server:
+        yield server
 
 
 @pytest.fixture

@@ -113,10 +113,16 @@ class Worker:
             raise AssertionError(f"{self!r} did not end within {timeout} s:\n{self.text()[-9000:]}") from None
 
     def _show_stacks(self) -> None:
-        """Let all its processes write to the log where they hang, and end."""
-        for pid in (*self.children(), self.pid):
+        """Let its processes write to the log where they hang, one after the other, and end."""
+        children = self.children()
+        # It would go on when a child ends that it waits for.
+        self.signal(signal.SIGSTOP)
+        for pid in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGABRT)
+            wait_for(lambda pid=pid: not alive(pid), f"the end of {pid}, a child of {self!r}")  # type: ignore[misc]
+        self.signal(signal.SIGABRT)
+        self.signal(signal.SIGCONT)
         self._process.wait()
 
     def text(self) -> str:
