@@ -33,22 +33,27 @@ HOLDERS_OF_A_PAIR = """
         AND objsubid = 2 AND classid = %s AND objid = %s
 """
 
+HELD_UP = """
+    SELECT count(*) FROM pg_stat_activity
+    WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE 'UPDATE%'
+"""
+
 
 class Project:
-    """Files in a folder, that a worker and a shell find, and the database ``shop``.
+    """Files in a folder, that a worker and a shell find, and a database; the recipes name it ``shop``.
 
     The recipes name servers as a project would. What they are at in a test is said by the environment:
     Celery's own variables stand above what an app names, and libpq's fill in what a URL leaves out.
     """
 
-    def __init__(self, folder: Path, server: PostgreSQL, redis: Redis, db: int) -> None:
-        broker, backend = redis.url(db), redis.url(db + 1)
-        self.fleet = Fleet(folder, broker, backend, server.url("shop"), task_default_queue="celery")
-        self.observer = psycopg.connect(server.url("shop"), autocommit=True, application_name="observer")
+    def __init__(self, folder: Path, server: PostgreSQL, redis: Redis, dbname: str = "shop") -> None:
+        broker, backend = redis.url(0), redis.url(1)
+        self.fleet = Fleet(folder, broker, backend, server.url(dbname), task_default_queue="celery")
+        self.observer = psycopg.connect(server.url(dbname), autocommit=True, application_name="observer")
         self.environment = {
             "CELERY_BROKER_URL": broker,
             "CELERY_RESULT_BACKEND": backend,
-            "CELERY_PGLOCK_DATABASE_URL": "postgresql:///shop",
+            "CELERY_PGLOCK_DATABASE_URL": f"postgresql:///{dbname}",
             "PGHOST": "127.0.0.1",
             "PGPORT": str(server.port),
             "PGUSER": "postgres",
@@ -143,8 +148,10 @@ class Project:
             for process in self._processes:
                 kill(process)
             self.finish(*self._sent)
-            self._processes, self._sent = [], []
-            wait_for(lambda: not self.waiting(), "the queues of PostgreSQL are empty")
+            sent, self._processes, self._sent = self._sent, [], []
+            # What tries again would for a minute, and be in the way of the next test.
+            self.fleet.app.control.revoke([result.id for result in sent if not result.ready()])
+            self.fleet.wait(lambda: all(result.ready() for result in sent), "the end of all that was sent")
 
     # What is seen from outside.
 
@@ -218,3 +225,22 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def books(project: Project, task: str, account: str, table: str, column: str) -> None:
+    """Hold the first one up in its body, by a lock on the account's row."""
+    with psycopg.connect(project.observer.info.dsn, application_name="auditor") as auditor:
+        auditor.execute(f"SELECT FROM {table} WHERE {column} = %s FOR UPDATE", [account])
+        first = project.send(task, account, 5)
+        held_up = "it is held up"
+        wait_for(lambda: project.observer.execute(HELD_UP).fetchone()[0] or first.ready(), held_up)
+        assert len(project.holders(f"celery:{task}:account:{account}")) == 1
+        second = project.send(task, account, 7)
+        assert project.fate(second) == "waits"
+    project.wait_done(first, second)
+    balance = f"SELECT balance FROM {table} WHERE {column} = %s"
+    assert project.observer.execute(balance, [account]).fetchone() == (12,)
+    failing = project.send(task, account, 1000)
+    wait_for(lambda: failing.state == "FAILURE", "the check of the table")
+    assert project.observer.execute(balance, [account]).fetchone() == (12,)
+    assert project.holders(f"celery:{task}:account:{account}") == []

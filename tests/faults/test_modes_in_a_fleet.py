@@ -273,7 +273,7 @@ def test_no_more_than_n_start_in_any_window(fleet: Fleet, observer: psycopg.Conn
     starts = [run.started for run in runs]
     shortest = min(later - first for first, later in zip(starts, starts[STARTS:], strict=False))
     print(f"{most} in a window of {WINDOW} s; {STARTS + 1} starts took {shortest:.3f} s at least")
-    assert most == STARTS
+    assert most <= STARTS
     wait_no_locks(observer)
 
 

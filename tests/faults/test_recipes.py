@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 
-import psycopg
 import pytest
 
 from faults.documents import ROOT, Block, all_blocks, block, filled_in, table, tasks_of, without
 from faults.fleet import flush, wait_for
-from faults.project import Project, database, kill
+from faults.project import Project, books, database, kill
 from localservers import PostgreSQL, Redis
 
 README, WAYS, BEAT = "README.md", "docs/ways-to-hold.md", "docs/beat.md"
@@ -144,30 +143,6 @@ def transacts(project: Project, module: str) -> None:
     books(project, f"{module}.book", module, "accounts", "id")
 
 
-def books(project: Project, task: str, account: str, table: str, column: str) -> None:
-    """Hold the first one up in its body, by a lock on the account's row."""
-    with psycopg.connect(project.observer.info.dsn, application_name="auditor") as auditor:
-        auditor.execute(f"SELECT FROM {table} WHERE {column} = %s FOR UPDATE", [account])
-        first = project.send(task, account, 5)
-        wait_for(lambda: project.holders(f"celery:{task}:account:{account}"), "the first one's lock")
-        wait_for(lambda: project.observer.execute(HELD_UP).fetchone() == (1,), "it is held up")
-        second = project.send(task, account, 7)
-        assert project.fate(second) == "waits"
-    project.wait_done(first, second)
-    balance = f"SELECT balance FROM {table} WHERE {column} = %s"
-    assert project.observer.execute(balance, [account]).fetchone() == (12,)
-    failing = project.send(task, account, 1000)
-    wait_for(lambda: failing.state == "FAILURE", "the check of the table")
-    assert project.observer.execute(balance, [account]).fetchone() == (12,)
-    assert project.holders(f"celery:{task}:account:{account}") == []
-
-
-HELD_UP = """
-    SELECT count(*) FROM pg_stat_activity
-    WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE 'UPDATE%'
-"""
-
-
 def runs_of(project: Project, results: list) -> set[str]:
     return {result.id for result in results if project.fleet.history.runs(task_id=result.id)}
 
@@ -205,7 +180,7 @@ def whole_project(
 ) -> Iterator[Project]:
     """A module with all the tasks of the documentation, one with each control, and a worker for them."""
     with database(postgres), Redis() as own_redis:
-        project = Project(tmp_path_factory.mktemp("recipes"), postgres, own_redis, 0)
+        project = Project(tmp_path_factory.mktemp("recipes"), postgres, own_redis)
         try:
             tasks = "\n\n".join(filled_in(recipe.block.text) for recipe in RECIPES.values())
             project.write("shop.py", DOTS + tasks)
