@@ -282,6 +282,40 @@ def test_more_than_n_start_in_a_window_without_a_minimum_hold(fleet: Fleet) -> N
     assert most_in_a_window(fleet, burst(fleet, "ten", 300, at_once=200)) > STARTS
 
 
+# Connections.
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_each_way_takes_no_more_connections_than_it_says(
+    fleet: Fleet, observer: psycopg.Connection, pool: str
+) -> None:
+    """One for each process; further ones for a body in a transaction, and for who waits beside others."""
+    worker = start(fleet, pool, 4)
+    for task, names, of_a_thread, of_a_child in (
+        ("three", "aaa", 1, 1),
+        ("read", "bbb", 1, 1),
+        ("wait", "ccc", 1 + 2, 1),
+        ("late_in_transaction", "def", 1 + 3, 2),
+    ):
+        results = [fleet.send(task, name, gate=task) for name in names]
+        at_work = [1, 2] if task == "wait" else [3, 0]
+        fleet.wait(
+            lambda want=at_work: [len(bodies(fleet)), waiting(observer)] == want, f"{task}: all at work"
+        )
+        seen = Counter(sessions(observer))
+        if pool == "prefork":
+            assert seen.keys() <= set(worker.children())
+            assert max(seen.values()) == of_a_child, task
+        else:
+            assert seen == {worker.pid: of_a_thread}, task
+        fleet.open(task)
+        for result in results:
+            result.get(timeout=20)
+    # One that was warm is left of each process that had a transaction.
+    processes = dict.fromkeys([worker.pid] if pool != "prefork" else worker.children(), 2)
+    fleet.wait(lambda: Counter(sessions(observer)) <= Counter(processes), "what is not needed is given back")
+
+
 # A minimum hold.
 
 
