@@ -156,7 +156,7 @@ class Project:
     # What is seen from outside.
 
     def fate(
-        self, result: AsyncResult[Any], began: Callable[[], object] | None = None, timeout: float = 10
+        self, result: AsyncResult[Any], began: Callable[[], object] | None = None, timeout: float = 20
     ) -> str:
         """Tell what becomes of the message that was sent last."""
 

@@ -125,7 +125,7 @@ def migration_guard(stage: Stage) -> None:
     first = project.send(f"{stage.module}.migrate", migrate)
     wait_for(lambda: stage.journal.exists() or first.state == "FAILURE", "it migrates")
     refused = project.shell(f"celery -A {RECIPES} pglock run migrate -- true")
-    assert refused.wait(20) == os.EX_TEMPFAIL
+    assert refused.wait(60) == os.EX_TEMPFAIL
     second = project.send(f"{stage.module}.migrate", ["sh", "-c", f"echo begin >>{stage.journal}; exit 3"])
     assert project.fate(second, lambda: stage.journal.read_text().count("begin") > 1) == "waits"
     deploy = project.shell(
@@ -134,7 +134,7 @@ def migration_guard(stage: Stage) -> None:
     wait_for(lambda: project.waiting() == 2, "the deploy waits too")
     stage.open()
     assert project.wait_done(first, second) == [0, 3]
-    assert deploy.wait(20) == 0
+    assert deploy.wait(60) == 0
     assert stage.journal.read_text().split() == ["begin", "begin", "deploy"]
 
 
