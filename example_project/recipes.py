@@ -1,10 +1,20 @@
-"""Further uses of the same lock, each as a project would write it. They are played by the tests."""
+"""The uses of the lock, each as a task that a project would write. They are played by the tests.
+
+- try and skip: `pipeline.train`, and `pipeline.publish`, which tries again
+- block and wait: `onboard`
+- leader election: `scan`, where a timer rings; `orchestrate`, for a loop of its own
+- rate limiting: `call_partner`
+- migration guard: `migrate`; `deploy`, for code that is no task
+- readers and a writer: `serve` and `reload_configuration`
+- a lock that ends with the transaction it guards: `book`
+"""
 
 from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from celery import Celery
@@ -17,8 +27,15 @@ app = Celery("recipes")
 @app.task(base=AdvisoryLockedTask, lock_key="tenant:<tenant_id>", lock_on_conflict="wait", lock_max_wait=60)
 def onboard(tenant_id: str, journal: str, seconds: float = 0.0) -> None:
     """Onboarding is serial: callers queue, and take turns in the order in which they came."""
-    note(journal, f"onboard {tenant_id}")
-    time.sleep(seconds)
+    with noted(journal, f"onboard {tenant_id}"):
+        time.sleep(seconds)
+
+
+@app.task(base=AdvisoryLockedTask, lock_key=[])
+def scan(journal: str, seconds: float = 0.0) -> None:
+    """Look for work that is due. Every replica has a timer that sends it; the one with the lock leads."""
+    with noted(journal, "scan"):
+        time.sleep(seconds)
 
 
 @app.task(
@@ -32,7 +49,16 @@ def onboard(tenant_id: str, journal: str, seconds: float = 0.0) -> None:
 )
 def call_partner(order_id: int, journal: str) -> None:
     """A partner's API allows three calls in any second."""
-    note(journal, f"call {order_id}")
+    with noted(journal, f"call {order_id}"):
+        pass
+
+
+@app.task(
+    base=AdvisoryLockedTask, lock_name="migrate", lock_key=[], lock_on_conflict="wait", lock_max_wait=600
+)
+def migrate(command: list[str]) -> int:
+    """Migrations of several deploys run one after the other, those of `celery pglock run migrate` too."""
+    return subprocess.run(command, check=False).returncode
 
 
 @app.task(
@@ -46,17 +72,24 @@ def call_partner(order_id: int, journal: str) -> None:
 )
 def serve(request_id: int, journal: str, seconds: float = 0.0) -> None:
     """Requests read the configuration, any number of them at once."""
-    note(journal, f"serve {request_id}")
-    time.sleep(seconds)
+    with noted(journal, f"serve {request_id}"):
+        time.sleep(seconds)
 
 
 @app.task(base=AdvisoryLockedTask, lock_name="configuration", lock_key=[], lock_on_conflict="wait")
-def reload_configuration(journal: str) -> None:
+def reload_configuration(journal: str, seconds: float = 0.0) -> None:
     """Nobody reads the configuration while it is replaced."""
-    note(journal, "reload")
+    with noted(journal, "reload"):
+        time.sleep(seconds)
 
 
-@app.task(bind=True, base=AdvisoryLockedTask, lock_key="account:<account>", lock_scope="transaction")
+@app.task(
+    bind=True,
+    base=AdvisoryLockedTask,
+    lock_key="account:<account>",
+    lock_scope="transaction",
+    lock_on_conflict="wait",
+)
 def book(self: AdvisoryLockedTask, account: str, amount: int) -> None:
     """The booking and its lock live and end in one transaction."""
     assert self.lock is not None
@@ -65,8 +98,11 @@ def book(self: AdvisoryLockedTask, account: str, amount: int) -> None:
     )
 
 
-def migrate(command: list[str]) -> int:
-    """Migrations of several deploys run one after the other."""
+# Where there is no task.
+
+
+def deploy(command: list[str]) -> int:
+    """Run a command where no task and no `celery pglock run migrate` migrates meanwhile."""
     with advisory_lock("migrate", wait=600, app=app):
         return subprocess.run(command, check=False).returncode
 
@@ -81,7 +117,16 @@ def orchestrate(scan: Callable[[], object], seconds: float, every: float = 0.1) 
             time.sleep(every)
 
 
+@contextmanager
+def noted(journal: str, what: str) -> Iterator[None]:
+    """Note the beginning and the end, each in one write, so that lines of several processes do not mix."""
+    note(journal, f"begin {what}")
+    try:
+        yield
+    finally:
+        note(journal, f"end {what}")
+
+
 def note(journal: str, line: str) -> None:
-    """Append a line, in one write, so that lines of several processes do not mix."""
     with Path(journal).open("a", encoding="utf-8") as file:
         file.write(f"{time.monotonic():.6f} {line}\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from celery import signals
+
 from celery_pglock import AdvisoryLockedTask, advisory_lock
 
 from .shop import LATE, app, locked
@@ -18,8 +20,18 @@ locked("wait_briefly", lock_on_conflict="wait", lock_max_wait=1)
 locked("one_waits", lock_on_conflict="wait", lock_max_wait=30, lock_max_waiters=1)
 locked("read", lock_mode="shared", lock_on_conflict="retry", lock_retry_backoff_max=1)
 locked("three", lock_name="three", lock_limit=3, lock_on_conflict="retry", lock_retry_backoff_max=1)
+TEN = {"lock_key": [], "lock_limit": 10, "lock_on_conflict": "retry", "lock_retry_backoff_max": 1}
+locked("ten", lock_name="ten", **TEN)
+locked("rate", lock_name="rate", lock_min_hold=0.5, **TEN)
 locked("kept", lock_name="kept", lock_min_hold=30)
 locked("late_in_transaction", lock_scope="transaction", **LATE)
+
+
+@signals.task_prerun.connect
+def on_prerun(task_id: str, task: Any, **_: Any) -> None:
+    """Tell when an execution came to its lock: before that it has not been granted."""
+    if task.name in ("ten", "rate"):
+        history.note("asked", id=task_id)
 
 
 @app.task(base=AdvisoryLockedTask, name="kept_retries", bind=True, lock_key="<name>", lock_min_hold=30)

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import psycopg
@@ -13,7 +14,7 @@ import pytest
 
 from celery_pglock import LockNotAcquired
 from faults.conftest import FleetMaker
-from faults.fleet import Fleet, Worker
+from faults.fleet import Fleet, Worker, alive
 from faults.history import Run
 from faults.judge import holders, sessions, wait_free, wait_no_locks
 from localservers import PgBouncer
@@ -139,16 +140,16 @@ def test_a_worker_that_stops_leaves_no_waiter(fleet: Fleet, observer: psycopg.Co
 def test_no_mode_admits_more_than_it_says(fleet: Fleet, observer: psycopg.Connection, pool: str) -> None:
     """Waiters, readers and writers, three at once: with processes killed in the middle of it."""
     workers = [start(fleet, pool, 6) for _ in range(2)]
-    storm(fleet)
     for n in range(3):
-        runs = fleet.wait(lambda: [r for r in fleet.history.runs() if r.ended is None], "a body")
+        # Each death has a storm of its own: while a worker starts, the other may work off all there is.
+        storm(fleet)
+        runs = fleet.wait(lambda: bodies(fleet), "a body")
         if pool == "prefork":
             os.kill(random.choice(runs).pid, signal.SIGKILL)
         elif n < 2:
             workers[n].kill()
             workers.append(start(fleet, pool, 6))
-    storm(fleet)
-    fleet.wait(lambda: is_quiet(fleet, workers), "the end of the storm", 60)
+    fleet.wait(lambda: is_quiet(fleet), "the end of the storm", 60)
     exclusive, limited = judged(fleet)
     assert exclusive == []
     assert limited == 3
@@ -158,9 +159,10 @@ def test_no_mode_admits_more_than_it_says(fleet: Fleet, observer: psycopg.Connec
 def test_all_modes_are_exceeded_without_locks(make_fleet: FleetMaker) -> None:
     """The control: the same storm with the locks off."""
     fleet = make_fleet(pglock_enabled=False)
-    workers = [start(fleet, "threads", 6) for _ in range(2)]
+    for _ in range(2):
+        start(fleet, "threads", 6)
     storm(fleet)
-    fleet.wait(lambda: is_quiet(fleet, workers), "the end of the storm", 60)
+    fleet.wait(lambda: is_quiet(fleet), "the end of the storm", 60)
     exclusive, limited = judged(fleet)
     assert exclusive
     assert limited > 3
@@ -179,10 +181,14 @@ def storm(fleet: Fleet) -> None:
         fleet.send(task, name, 0.15)
 
 
-def is_quiet(fleet: Fleet, workers: list[Worker]) -> bool:
-    """Whether no body has begun or ended for a second and a half: retries come within one."""
-    events = fleet.history.events()
-    return bool(events) and time.monotonic() - max(event["at"] for event in events) > 2.5
+def bodies(fleet: Fleet) -> list[Run]:
+    """Those that run: one that was killed has no end either."""
+    return [run for run in fleet.history.runs() if run.ended is None and alive(run.pid)]
+
+
+def is_quiet(fleet: Fleet) -> bool:
+    """Whether no body has said anything for two seconds and a half: retries come within one."""
+    return time.time() - fleet.history.path.stat().st_mtime > 2.5
 
 
 def judged(fleet: Fleet) -> tuple[list[tuple[Run, Run]], int]:
@@ -193,6 +199,121 @@ def judged(fleet: Fleet) -> tuple[list[tuple[Run, Run]], int]:
         if one.name != "t" and not (one.task == other.task == "read")
     ]
     return wrong, at_once(fleet.history.runs("t"))
+
+
+# Bursts.
+
+#: The full check has 5,000 messages.
+MESSAGES = int(os.environ.get("PGLOCK_BURST_MESSAGES", "300"))
+POOLS = {"prefork": 3, "threads": 8, "gevent": 8}
+
+
+def burst(fleet: Fleet, task: str, messages: int, at_once: int) -> list[Run]:
+    """Send messages to a worker of each pool, of which so many are under way at once; return their runs."""
+    pids = {start(fleet, pool, concurrency).pid: pool for pool, concurrency in POOLS.items()}
+    waiting = [fleet.signature(task, task, 0.005) for _ in range(messages)]
+    under_way: set[str] = set()
+    deadline = time.monotonic() + 60 + messages / 10
+    while waiting or under_way:
+        under_way -= {
+            id for id, result in fleet.results(list(under_way)).items() if result["status"] == "SUCCESS"
+        }
+        while waiting and len(under_way) < at_once:
+            under_way.add(waiting.pop().apply_async().id)
+        assert time.monotonic() < deadline, (
+            f"{len(waiting)} messages were not sent, and {under_way} have no end"
+        )
+        time.sleep(0.05)
+    runs = sorted(fleet.history.runs(task), key=lambda run: run.started)
+    assert len({run.task_id for run in runs}) == len(runs) == messages
+    parents = Counter(pids.get(run.pid, "prefork") for run in runs)
+    print(f"{messages} bodies in {runs[-1].ended - runs[0].started:.1f} s: {dict(parents)}")
+    assert parents.keys() == POOLS.keys()
+    return runs
+
+
+@pytest.mark.timeout(1200)
+def test_n_at_once_are_never_exceeded_in_a_burst(fleet: Fleet, observer: psycopg.Connection) -> None:
+    """Three at once, of processes, threads and greenlets together; what a process holds is one session's."""
+    runs = burst(fleet, "three", MESSAGES, at_once=60)
+    print(f"{at_once(runs)} at once")
+    assert at_once(runs) == 3
+    assert len(sessions(observer)) <= POOLS["prefork"] + 2
+    wait_no_locks(observer)
+
+
+def test_n_at_once_are_exceeded_in_a_burst_without_a_limit(make_fleet: FleetMaker) -> None:
+    """The control: the same burst with the locks off."""
+    assert at_once(burst(make_fleet(pglock_enabled=False), "three", 300, at_once=60)) > 3
+
+
+#: The rate of `faults.modes`: so many starts in any window of seconds.
+STARTS, WINDOW = 10, 0.5
+
+
+def most_in_a_window(fleet: Fleet, runs: list[Run]) -> int:
+    """The most executions that were certainly granted the lock within one window.
+
+    Nobody but the lock knows the moment of a grant: it lies between the execution's coming to the lock and
+    its body's first line, on a busy machine not near to either. Those count that lie in the window with both.
+    """
+    asked: dict[str, list[float]] = defaultdict(list)
+    for event in fleet.history.events("asked"):
+        asked[event["id"]].append(event["at"])
+    spans = [(max(at for at in asked[run.task_id] if at <= run.started), run.started) for run in runs]
+    return max(
+        sum(1 for came, started in spans if came >= since and started < since + WINDOW) for since, _ in spans
+    )
+
+
+def test_no_more_than_n_start_in_any_window(fleet: Fleet, observer: psycopg.Connection) -> None:
+    """Over the history of a burst on three pools: the minimum hold of ten slots is a rate."""
+    runs = burst(fleet, "rate", 300, at_once=200)
+    most = most_in_a_window(fleet, runs)
+    starts = [run.started for run in runs]
+    shortest = min(later - first for first, later in zip(starts, starts[STARTS:], strict=False))
+    print(f"{most} in a window of {WINDOW} s; {STARTS + 1} starts took {shortest:.3f} s at least")
+    assert most <= STARTS
+    wait_no_locks(observer)
+
+
+def test_more_than_n_start_in_a_window_without_a_minimum_hold(fleet: Fleet) -> None:
+    """The control: ten at once are no rate."""
+    assert most_in_a_window(fleet, burst(fleet, "ten", 300, at_once=200)) > STARTS
+
+
+# Connections.
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_each_way_takes_no_more_connections_than_it_says(
+    fleet: Fleet, observer: psycopg.Connection, pool: str
+) -> None:
+    """One for each process; further ones for a body in a transaction, and for who waits beside others."""
+    worker = start(fleet, pool, 4)
+    for task, names, of_a_thread, of_a_child in (
+        ("three", "aaa", 1, 1),
+        ("read", "bbb", 1, 1),
+        ("wait", "ccc", 1 + 2, 1),
+        ("late_in_transaction", "def", 1 + 3, 2),
+    ):
+        results = [fleet.send(task, name, gate=task) for name in names]
+        at_work = [1, 2] if task == "wait" else [3, 0]
+        fleet.wait(
+            lambda want=at_work: [len(bodies(fleet)), waiting(observer)] == want, f"{task}: all at work"
+        )
+        seen = Counter(sessions(observer))
+        if pool == "prefork":
+            assert seen.keys() <= set(worker.children())
+            assert max(seen.values()) == of_a_child, task
+        else:
+            assert seen == {worker.pid: of_a_thread}, task
+        fleet.open(task)
+        for result in results:
+            result.get(timeout=20)
+    # One that was warm is left of each process that had a transaction.
+    processes = dict.fromkeys([worker.pid] if pool != "prefork" else worker.children(), 2)
+    fleet.wait(lambda: Counter(sessions(observer)) <= Counter(processes), "what is not needed is given back")
 
 
 # A minimum hold.
@@ -287,15 +408,18 @@ def test_a_commit_that_fails_is_not_tried_again(fleet: Fleet, observer: psycopg.
 def test_a_redelivered_transaction_that_is_done_does_not_run_again(make_fleet: FleetMaker) -> None:
     """The result backend knows."""
     fleet = make_fleet(broker_transport_options={"visibility_timeout": 1})
-    start(fleet, "threads", 2)
-    result = fleet.send("late_in_transaction", "a", 2.0)
+    worker = start(fleet, "threads", 2)
+    result = fleet.send("late_in_transaction", "a", gate="go")
     fleet.running("a")
 
-    def received_twice() -> bool:
+    def put_back() -> bool:
         fleet.redeliver()
-        return len([e for e in fleet.history.events("received") if e["id"] == result.id]) >= 2
+        return "its second delivery is put back" in worker.text()
 
-    fleet.wait(received_twice, "a second delivery")
+    fleet.wait(put_back, "a second delivery")
+    # It comes again in a second at the earliest, and finds the result: between a commit and its result, a
+    # copy would run.
+    fleet.open("go")
     assert result.get(timeout=10) == "a"
     fleet.wait(fleet.drained, "an empty queue")
     assert len(fleet.history.runs("a")) == 1
