@@ -27,7 +27,6 @@ from typing import Any
 import redis
 
 from .fleet import Worker, wait_for
-from .nursery import NURSERY
 
 #: The length of the interval of each entry.
 EVERY = timedelta(seconds=0.25)
@@ -83,13 +82,6 @@ def send_of(raw: bytes) -> Send:
 
 class Beat(Worker):
     """One beat."""
-
-    def __init__(self, name: str, arguments: list[str], folder: Path, environment: Mapping[str, str]) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
-        self.log.touch()
-        self._process = NURSERY.start(arguments, folder, self.log, environment)
-        self.pid = self._process.pid
 
     def leads(self) -> bool:
         """Whether the last that it said of itself is that it leads."""

@@ -8,20 +8,18 @@
         fleet.open("g")                                  # lets bodies that wait at this gate end
         assert not fleet.history.overlaps()
 
-A worker is ``python -m celery -A faults.shop worker``, run from the test's own folder so that the installed
-package is tested. Its log is `Worker.log`, and part of every failed wait's message. The test itself needs
+A worker is ``celery -A faults.shop worker``, run from the test's own folder so that the installed package is
+tested, see `nursery`. Its log is `Worker.log`, and part of every failed wait's message. The test itself needs
 no lock: it publishes by name, as a producer does that knows no tasks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,14 +32,12 @@ from celery.result import AsyncResult
 from kombu import pools
 
 from .history import History, Run
+from .nursery import NURSERY, TESTS, execute
 
 T = TypeVar("T")
 
-TESTS = Path(__file__).parents[1]
-
-#: Loaded here: a child between fork and exec should load nothing.
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
+#: Pools that need nothing patched before Celery is loaded.
+FORKED = ("prefork", "threads", "solo")
 
 #: What every worker is started with unless a test says otherwise.
 CONF = {
@@ -77,20 +73,20 @@ def alive(pid: int) -> bool:
 class Worker:
     """One worker: its main process, the children of that, and its log."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        forked: bool = True,
+    ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )
+        self.log.touch()
+        start = NURSERY.start if forked else execute
+        self._process = start(arguments, folder, self.log, environment)
         self.pid = self._process.pid
 
     def __repr__(self) -> str:
@@ -198,11 +194,13 @@ class Fleet:
         ready: bool = True,
         **conf: Any,
     ) -> Worker:
-        """Start a worker and wait until it is ready, unless told not to. ``conf`` is added to the fleet's."""
+        """Start a worker and wait until it is ready, unless told not to. ``conf`` is added to the fleet's.
+
+        With an environment of its own it is a new Python: some of it is read when Celery is loaded.
+        """
         name = f"w{len(self.workers) + 1}"
-        command = [
-            *(sys.executable, "-m", "celery", "-A", app, "worker"),
-            *("-P", pool, "-c", str(concurrency), "-n", f"{name}@fleet", "-l", "INFO"),
+        arguments = [
+            *("-A", app, "worker", "-P", pool, "-c", str(concurrency), "-n", f"{name}@fleet", "-l", "INFO"),
             *("--without-gossip", "--without-mingle", *options),
         ]
         settings = {name: value for name, value in {**self.conf, **conf}.items() if value is not None}
@@ -218,7 +216,8 @@ class Fleet:
             "FLEET_DSN": self.dsn or "",
             **(env or {}),
         }
-        worker = Worker(name, command, self.folder, environment)
+        forked = pool in FORKED and not env
+        worker = Worker(name, arguments, self.folder, environment, forked=forked)
         self.workers.append(worker)
         if ready:
             worker.wait_ready()
@@ -307,19 +306,6 @@ class Fleet:
                 group[connection].force_close_all()
                 del group[connection]
         self.app.close()
-
-
-def die_with_parent() -> Callable[[], None]:
-    """Return what a child does before it becomes another program, so that it never outlives pytest."""
-    parent = os.getpid()
-
-    def in_child() -> None:
-        if sys.platform == "linux":
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return in_child
 
 
 def flush(url: str) -> None:

@@ -19,8 +19,9 @@ from celery.result import AsyncResult
 from celery_pglock import is_skipped
 from localservers import PostgreSQL, Redis
 
-from .fleet import TESTS, Fleet, die_with_parent, wait_for
+from .fleet import Fleet, wait_for
 from .judge import HOLDERS, SESSIONS, TAKE
+from .nursery import TESTS, die_with_parent
 
 WAITING = """
     SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted

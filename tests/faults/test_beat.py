@@ -25,7 +25,8 @@ import pytest
 from celery import Celery
 
 from faults.beats import Beat, Beats, Send, counts
-from faults.fleet import TESTS, flush, wait_for
+from faults.fleet import flush, wait_for
+from faults.nursery import TESTS
 from faults.proxy import Proxy
 from localservers import Redis
 
