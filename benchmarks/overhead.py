@@ -8,8 +8,9 @@ import psycopg
 from celery_once.backends.redis import Redis as OnceBackend
 
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import Keeper, keeper_for, serve_one_at_a_time
+from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.keys import LockId
+from celery_pglock.locks.process import serve_one_at_a_time
 from celery_pglock.locks.settings import Settings
 from localservers import PostgreSQL, Redis
 

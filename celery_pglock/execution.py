@@ -25,10 +25,11 @@ from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before
 from .locks.errors import LockError, LockUnavailable
 from .locks.hold import Hold, covering, enter, leave
 from .locks.interrupt import Interrupt, LockInterrupt
-from .locks.keeper import keeper_for, transaction_for
+from .locks.keeper import keeper_for
 from .locks.keys import LockId, id_of
 from .locks.ledger import Ledger
 from .locks.requests import Acquire, Answer
+from .locks.transaction import Transaction
 
 if TYPE_CHECKING:
     from .locks.settings import Settings
@@ -60,7 +61,7 @@ class Execution:
         self.options = options = options.asked_by(task.name, self.request.headers)
         self.settings = settings
         self.attempts = Attempts.of(self.request)
-        self.scope = transaction_for(settings) if options.in_transaction else keeper_for(settings)
+        self.scope = Transaction(settings) if options.in_transaction else keeper_for(settings)
         self.hold = hold_for(options, settings.namespace, args, kwargs)
         self.identity = self._identity(settings.namespace)
         self._kept_back: list[Callable[[], Any]] = []

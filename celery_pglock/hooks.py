@@ -20,7 +20,9 @@ from .config import fix_settings, forget_settings, settings_of
 from .delivery import CONTENT_TYPE_HEADER
 from .execution import settle
 from .locks.errors import LockSetupError, LockUnavailable
-from .locks.keeper import close_all, name_this_process, probe, serve_one_at_a_time
+from .locks.keeper import close_all
+from .locks.probe import probe
+from .locks.process import name_this_process, serve_one_at_a_time
 from .locks.settings import Settings
 from .signals import send_events
 

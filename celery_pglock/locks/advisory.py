@@ -8,7 +8,7 @@ from types import TracebackType
 from .errors import LockNotAcquired, LockUnavailable
 from .hold import Hold, covering, enter, leave
 from .interrupt import Interrupt, LockInterrupt
-from .keeper import Keeper, keeper_for, transaction_for
+from .keeper import Keeper, keeper_for
 from .requests import Acquire, Answer
 from .settings import Settings
 from .transaction import Transaction
@@ -90,7 +90,7 @@ class AdvisoryLock:
 
     def _acquire(self, settings: Settings) -> None:
         since = time.monotonic()
-        scope = transaction_for(settings) if self._in_transaction else keeper_for(settings)
+        scope = Transaction(settings) if self._in_transaction else keeper_for(settings)
         self._scope = scope
         asked = scope.acquire(self._hold)
         if asked.answer is Answer.CONFLICT and self._wait != 0:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,8 @@ from .hold import Hold
 from .interrupt import INTERRUPT_EVERY, Interrupt, native_poll
 from .keys import LockId
 from .owner import Owner
+from .probe import prove_exclusion
+from .process import application_name, serves_one_at_a_time
 from .requests import (
     Acquire,
     Answer,
@@ -39,13 +40,13 @@ from .requests import (
     batches,
     refuse,
 )
-from .server import OnStandby, SessionBroken
+from .server import SessionBroken
 from .session import Session
 from .settings import Settings
-from .transaction import Transaction, close_warm, disown_all, probe_transactions
+from .transaction import close_warm, disown_all
 from .watch import Watch
 
-__all__ = ["Keeper", "close_all", "keeper_for", "name_this_process", "probe", "serve_one_at_a_time"]
+__all__ = ["Keeper", "close_all", "keeper_for"]
 
 #: Seconds that an owed unlock waits for a statement to ride on.
 OWED_WITHIN = 0.2
@@ -258,7 +259,7 @@ class Keeper:
 
     @property
     def _asks_in_place(self) -> bool:
-        return _one_at_a_time or not self._shared
+        return serves_one_at_a_time() or not self._shared
 
     def _ask(self, request: Request) -> None:
         if self._asks_in_place:
@@ -425,15 +426,12 @@ class Keeper:
             session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
 
 
-# This process.
+# All keepers of this process.
 
 _keepers: dict[Settings, Keeper] = {}
-#: Keepers of one asker each, who waits or works under what he waited for.
+#: Those of one asker each, who waits or works under what he waited for.
 _alone: set[Keeper] = set()
-_proven: set[Settings] = set()
 _opening = threading.Lock()
-_one_at_a_time = False
-_name = socket.gethostname()
 
 
 def keeper_for(settings: Settings) -> Keeper:
@@ -443,66 +441,6 @@ def keeper_for(settings: Settings) -> Keeper:
         with _opening:
             keeper = _keepers.setdefault(settings, Keeper(settings))
     return keeper
-
-
-def transaction_for(settings: Settings) -> Transaction:
-    """Return a scope for one hold that lives in a transaction."""
-    return Transaction(settings, application_name())
-
-
-def probe(settings: Settings, *, transactions: bool = False) -> None:
-    """Connect once and check the server for one of the scopes.
-
-    Raises `LockSetupError` or `LockUnavailable`.
-    """
-    if transactions:
-        probe_transactions(settings, application_name())
-        return
-    session = Session(settings, application_name())
-    try:
-        session.set_up()
-        prove_exclusion(session, settings)
-    except OnStandby as exc:
-        raise LockSetupError(str(exc)) from exc
-    finally:
-        session.close("it was only asked whether it works")
-
-
-def prove_exclusion(session: Session, settings: Settings) -> None:
-    """Let the first session for a database prove that its locks exclude another session.
-
-    What a worker's main process has proved at its start, its children need not prove again. Raises
-    `LockSetupError` or `LockUnavailable`.
-    """
-    if settings in _proven:
-        return
-    other = Session(settings, application_name())
-    try:
-        other.set_up()
-        session.prove_exclusion(other)
-    except SessionBroken as exc:
-        raise LockUnavailable(str(exc)) from exc
-    finally:
-        other.close("its work is done")
-    _proven.add(settings)
-
-
-def serve_one_at_a_time() -> None:
-    """Let whoever asks talk to the session himself: in a process that runs one body at a time."""
-    global _one_at_a_time
-    _one_at_a_time = True
-
-
-def name_this_process(name: str) -> None:
-    """Say what ``pg_stat_activity.application_name`` shows, together with the process id."""
-    global _name
-    _name = name
-
-
-def application_name() -> str:
-    # PostgreSQL cuts it at 63 bytes: the process id must not be what is lost.
-    pid = str(os.getpid())
-    return f"pglock {_name[: 55 - len(pid)]} {pid}"
 
 
 @atexit.register

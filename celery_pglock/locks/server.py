@@ -20,8 +20,6 @@ from .errors import LockDeadlock, LockError, LockSetupError, LockUnavailable
 from .settings import Settings
 
 __all__ = [
-    "NO_EXCLUSION",
-    "PROOF_SUBSYSTEM",
     "WHO_AM_I",
     "Connection",
     "OnStandby",
@@ -57,14 +55,6 @@ ROLE_LIMITS = (
 
 #: A session's statements are few: these are for those that come with every task.
 MOST_PREPARED = 16
-
-#: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
-PROOF_SUBSYSTEM = 0x70676C6B
-
-NO_EXCLUSION = (
-    "the advisory locks of the server of pglock_database_url do not exclude: asked by two sessions for one"
-    " lock it must answer yes and no. Name a PostgreSQL server"
-)
 
 WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"
 

@@ -13,7 +13,6 @@ It does not know threads: exactly one caller at a time, see `keeper`.
 
 from __future__ import annotations
 
-import secrets
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -36,8 +35,6 @@ from .requests import (
     Statement,
 )
 from .server import (
-    NO_EXCLUSION,
-    PROOF_SUBSYSTEM,
     WHO_AM_I,
     Connection,
     SessionBroken,
@@ -152,19 +149,6 @@ class Session:
     def quiet_for(self) -> float:
         """Seconds since the last answer."""
         return time.monotonic() - self._answered_at
-
-    def prove_exclusion(self, other: Session) -> None:
-        """Let another session try what this one holds. Raises `LockSetupError` if it gets it.
-
-        Some servers that speak PostgreSQL's protocol answer the same to everybody.
-        """
-        id = LockId(PROOF_SUBSYSTEM, secrets.randbits(31))
-        hold, rival = Acquire(Hold(id)), Acquire(Hold(id))
-        self.perform([hold])
-        other.perform([rival])
-        self.perform([Release(hold.hold)])
-        if (hold.answer, rival.answer) != (Answer.GRANTED, Answer.CONFLICT):
-            raise LockSetupError(NO_EXCLUSION)
 
     def owe(self, hold: Hold) -> None:
         """Release a hold with the next statement, whatever that will be."""

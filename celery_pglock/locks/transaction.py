@@ -12,7 +12,6 @@ lost has written nothing. Facts that shaped it:
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
 from contextlib import suppress
@@ -20,15 +19,14 @@ from typing import Any, NoReturn
 
 import psycopg
 
-from .errors import LockError, LockSetupError, LockUnavailable
+from .errors import LockError, LockUnavailable
 from .hold import Hold
 from .holders import Expression, holder_query, matches
 from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
+from .process import application_name
 from .requests import Acquire, Answer
 from .server import (
-    NO_EXCLUSION,
-    PROOF_SUBSYSTEM,
     connect,
     cut,
     disown,
@@ -43,7 +41,7 @@ from .settings import Settings
 from .sql import answer_of, if_locked, milliseconds, queue_up, try_lock
 from .watch import Watch
 
-__all__ = ["BodyConnection", "Transaction", "close_warm", "disown_all", "probe_transactions"]
+__all__ = ["BodyConnection", "Transaction", "close_warm", "disown_all"]
 
 #: READ WRITE is refused by a standby, and overrules a role's default.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
@@ -80,9 +78,9 @@ class BodyConnection(psycopg.Connection[Any]):
 class Line:
     """A connection and the watch on it. One is kept warm for the next transaction."""
 
-    def __init__(self, settings: Settings, name: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.connection = connect(settings, name, BodyConnection)
+        self.connection = connect(settings, application_name(), BodyConnection)
         #: When the question was asked that is not answered yet, while there is one of ours.
         self.asked_at: float | None = None
         self.hold: Hold | None = None
@@ -133,9 +131,8 @@ class Line:
 class Transaction:
     """The scope of one hold: its transaction from the first statement to its end."""
 
-    def __init__(self, settings: Settings, name: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._name = name
         self._line: Line | None = None
 
     def acquire(self, hold: Hold, identity: Hold | None = None) -> Acquire:
@@ -200,7 +197,7 @@ class Transaction:
     def holder_of(self, id: LockId) -> str | None:
         """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked."""
         try:
-            line = warm_line(self._settings) or Line(self._settings, self._name)
+            line = warm_line(self._settings) or Line(self._settings)
         except LockError:
             return None
         try:
@@ -215,12 +212,12 @@ class Transaction:
         try:
             line = warm_line(self._settings)
             try:
-                self._try(line or Line(self._settings, self._name), asked, question)
+                self._try(line or Line(self._settings), asked, question)
             except LineLost:
                 # A warm one may have ended while nobody used it: that costs nothing.
                 if line is None:
                     raise
-                self._try(Line(self._settings, self._name), asked, question)
+                self._try(Line(self._settings), asked, question)
         except LineLost as exc:
             asked.answer, asked.error = Answer.UNKNOWN, LockUnavailable(str(exc))
         except LockError as exc:
@@ -343,19 +340,3 @@ def disown_all() -> None:
             line.hold._lost("its process was forked")
     _lines.clear()
     _warm.clear()
-
-
-def probe_transactions(settings: Settings, name: str) -> None:
-    """Let two transactions try one lock. Raises `LockSetupError` unless it excludes, or `LockUnavailable`."""
-    id = LockId(PROOF_SUBSYSTEM, secrets.randbits(31))
-    holds = [Hold(id) for _ in range(2)]
-    scopes = [Transaction(settings, name) for _ in holds]
-    answers = [scope.acquire(hold) for scope, hold in zip(scopes, holds, strict=True)]
-    for scope, hold in zip(scopes, holds, strict=True):
-        scope.release(hold, success=False)
-    close_warm()
-    for asked in answers:
-        if asked.error is not None:
-            raise asked.error
-    if [asked.answer for asked in answers] != [Answer.GRANTED, Answer.CONFLICT]:
-        raise LockSetupError(NO_EXCLUSION)

@@ -11,6 +11,7 @@ import pytest
 from celery import Celery, _state
 
 from celery_pglock.locks import keeper as keeper_module
+from celery_pglock.locks import probe, process
 from celery_pglock.locks.keeper import Keeper
 from celery_pglock.locks.settings import Settings
 from integration.judge import Judge
@@ -34,16 +35,16 @@ def judge(observer: psycopg.Connection) -> Judge:
 @pytest.fixture(params=["one at a time", "owner"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways in which a process talks to its session: prefork and solo, threads and green pools."""
-    monkeypatch.setattr(keeper_module, "_one_at_a_time", request.param == "one at a time")
+    monkeypatch.setattr(process, "_one_at_a_time", request.param == "one at a time")
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Begin without sessions and settings of other tests."""
-    monkeypatch.setattr(keeper_module, "_one_at_a_time", False)
+    monkeypatch.setattr(process, "_one_at_a_time", False)
     monkeypatch.setattr(keeper_module, "_keepers", {})
-    monkeypatch.setattr(keeper_module, "_proven", set())
+    monkeypatch.setattr(probe, "_proven", set())
     # Two threads that apply tasks leave Celery's global the wrong way round.
     monkeypatch.setattr(_state, "_task_join_will_block", False)
     yield

@@ -30,9 +30,9 @@ import celery_pglock
 from celery_pglock import AdvisoryLockedTask, LockId, current_lock
 from celery_pglock.config import settings_of
 from celery_pglock.execution import settle
-from celery_pglock.locks import keeper as keeper_module
+from celery_pglock.locks import process
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import Keeper
+from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.session import Answer
 from integration.judge import Judge, eventually
 
@@ -143,7 +143,7 @@ def make(app: Celery) -> Callable[[LockId], Any]:
 @pytest.fixture
 def keeper(app: Celery) -> Keeper:
     """The keeper of the app's tasks."""
-    return keeper_module.keeper_for(settings_of(app))
+    return keeper_for(settings_of(app))
 
 
 def is_seam(frame: FrameType) -> bool:
@@ -217,7 +217,7 @@ def test_a_signal_in_a_task_leaks_no_lock(
     make: Callable[[LockId], Any], keeper: Keeper, judge: Judge, alarm: Alarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefork and solo: where the session is in doubt it is closed, which frees all."""
-    monkeypatch.setattr(keeper_module, "_one_at_a_time", True)
+    monkeypatch.setattr(process, "_one_at_a_time", True)
     task = make(ID)
     within = usual_time(lambda: execution(task, task))
     deadline = time.monotonic() + 60
@@ -231,7 +231,7 @@ def test_a_signal_in_a_task_without_a_message_leaks_no_lock(
     make: Callable[[LockId], Any], judge: Judge, alarm: Alarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eager tasks and the items of `map` have nothing that `task_postrun` would settle for them."""
-    monkeypatch.setattr(keeper_module, "_one_at_a_time", True)
+    monkeypatch.setattr(process, "_one_at_a_time", True)
     task = make(ID)
     within = usual_time(lambda: execution(task, task, is_eager=True))
     deadline = time.monotonic() + 60

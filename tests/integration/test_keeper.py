@@ -12,8 +12,9 @@ import pytest
 
 from celery_pglock import LockId, LockLost, LockUnavailable
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import Keeper, name_this_process
+from celery_pglock.locks.keeper import Keeper
 from celery_pglock.locks.keys import id_of
+from celery_pglock.locks.process import name_this_process
 from celery_pglock.locks.session import Answer
 from integration.judge import Judge, eventually
 
@@ -134,7 +135,7 @@ def test_application_name_says_whose_session_it_is(
     keeper: Keeper, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker's name and the process id, cut so that the id stays."""
-    monkeypatch.setattr("celery_pglock.locks.keeper._name", "")
+    monkeypatch.setattr("celery_pglock.locks.process._name", "")
     name_this_process("celery@" + "host" * 30)
     hold = acquired(keeper)
     (row,) = judge.observer.execute(

@@ -14,7 +14,8 @@ import pytest
 
 from celery_pglock import LockError, LockId, LockSetupError, LockUnavailable
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import Keeper, probe
+from celery_pglock.locks.keeper import Keeper
+from celery_pglock.locks.probe import probe
 from celery_pglock.locks.session import Acquire, Answer, Release, Session
 from celery_pglock.locks.settings import Settings
 from integration.judge import Judge, eventually

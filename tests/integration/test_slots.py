@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from celery_pglock import LockId, LockNotAcquired, advisory_lock
-from celery_pglock.locks import keeper as keeper_module
+from celery_pglock.locks import probe
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, close_all
 from celery_pglock.locks.keys import id_of
@@ -234,7 +234,7 @@ def test_n_are_never_exceeded_by_threads_and_processes(dsn: str, judge: Judge, w
     threads = 4 if way == "owner" else 1
 
     def process() -> None:
-        keeper_module._proven.clear()
+        probe._proven.clear()
         press_in_threads(crowd, Keeper(Settings(dsn)), 3, 2500, threads)
 
     since = time.monotonic()

@@ -27,9 +27,10 @@ from celery_pglock import (
     lock_lost,
 )
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import close_all, transaction_for
+from celery_pglock.locks.keeper import close_all
 from celery_pglock.locks.requests import Answer
 from celery_pglock.locks.settings import Settings
+from celery_pglock.locks.transaction import Transaction
 from integration.judge import Judge, eventually
 from integration.rivals import forked, in_thread, interrupted_after, status_of, wait_until_waiting
 from localservers import PgBouncer, PostgreSQL
@@ -583,7 +584,7 @@ def test_a_pool_without_a_free_connection_is_an_error_and_no_conflict(
     with PgBouncer(postgres, default_pool_size=3) as small:
         settings = Settings(small.url(dbname), loss_timeout=3.0)
         holds = [Hold(LockId(n)) for n in range(4)]
-        scopes = [transaction_for(settings) for _ in holds]
+        scopes = [Transaction(settings) for _ in holds]
         for scope, hold in zip(scopes[:3], holds, strict=False):
             assert scope.acquire(hold).answer is Answer.GRANTED
         since = time.monotonic()

@@ -11,7 +11,8 @@ from celery.exceptions import ImproperlyConfigured
 
 from celery_pglock import AdvisoryLockedTask, LockSetupError, LockUnavailable
 from celery_pglock.config import settings_of
-from celery_pglock.locks.keeper import Keeper, probe
+from celery_pglock.locks.keeper import Keeper
+from celery_pglock.locks.probe import probe
 from celery_pglock.locks.settings import Settings
 
 SECRET = "hunter2"
