@@ -108,6 +108,8 @@ class Chaos:
             url,
             pglock_loss_timeout=LOSS_TIMEOUT,
             pglock_enabled=locked,
+            # Judged at the end, however long it rains.
+            result_expires=86_400,
         )
         # Only of the one that asks for redelivery: for the workers nothing is late.
         self.fleet.app.conf.broker_transport_options = {"visibility_timeout": 1}
