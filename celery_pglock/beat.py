@@ -57,6 +57,9 @@ logger = logging.getLogger(__name__)
 #: Seconds after which a leader that is frozen, or hangs, has lost its lock.
 WEDGED_AFTER = 10.0
 
+#: Polls for which a beat that knows nothing listens: one until others look, one that they listen, one more.
+NEWCOMER_LISTENS = 3
+
 
 class ElectedScheduler:
     """A scheduler that sends while it leads, and follows while another does."""
@@ -92,8 +95,7 @@ class ElectedScheduler:
         self._progress = Progress()
         self._candidate.listen(self._progress.hear)
         self._follows: str | None = None
-        #: Whether it looked who leads, and has not asked for the lock since.
-        self._looked = False
+        self._polls_to_listen = 0
         self._ticks = self._closed = False
         self._failed_at: float | None = None
 
@@ -143,13 +145,15 @@ class ElectedScheduler:
     def _campaign(self) -> bool:
         """Ask for the lock, and take over if it is granted.
 
-        Who has just come, or was cut off, only looks who leads at first, and listens for a poll's length:
-        those that heard what was sent have precedence.
+        Those that heard what was sent have precedence: who was cut off listens for a poll's length first, and
+        who has just come and knows nothing for as long as the former may take.
         """
-        if not self._candidate.listens and not self._looked:
+        if not self._candidate.listens:
             self._look()
             return False
-        self._looked = False
+        self._polls_to_listen -= 1
+        if self._polls_to_listen > 0 and self._progress.until is None:
+            return False
         if not self._candidate.campaign():
             self._follow()
             return False
@@ -170,9 +174,9 @@ class ElectedScheduler:
         return True
 
     def _look(self) -> None:
-        self._looked = True
         self._candidate.look()
         self._follow()
+        self._polls_to_listen = NEWCOMER_LISTENS if self._progress.until is None else 1
 
     def _build(self, ledger: Ledger | None) -> Scheduler:
         inner = self._inner_class(app=self.app, **self._options)
@@ -196,9 +200,7 @@ class ElectedScheduler:
         if rival != self._follows:
             self._follows = rival
             logger.info("this beat follows: %s leads", rival)
-        if not self._progress.hear(says or "") and self._progress.until is None and is_hidden(says):
-            # Until the leader tells something, this is the best guess.
-            self._progress.sent_until(utcnow())
+        self._progress.hear(says or "")
 
     def _lead(self) -> float:
         term = self._term
@@ -236,8 +238,3 @@ def with_freeze_timeout(settings: Settings | None) -> Settings | None:
     if settings is None:
         return None
     return replace(settings, freeze_timeout=min(settings.freeze_timeout or WEDGED_AFTER, WEDGED_AFTER))
-
-
-def is_hidden(statement: str | None) -> bool:
-    """Whether PostgreSQL hides a statement, as those of other roles, or is told not to keep any."""
-    return not statement or statement.startswith("<")

@@ -95,6 +95,8 @@ class Candidate:
         if self._keeper is not None:
             holder, statement = self._keeper.look(self._new_hold().id)
             self.rival, self.rival_says = holder.holder, statement.statement
+            if statement.error is not None:
+                self.warn(statement.error)
 
     def confirm(self) -> bool:
         """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads."""

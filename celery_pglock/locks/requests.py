@@ -75,6 +75,7 @@ class FindStatement:
 
     id: LockId
     statement: str | None = None
+    error: LockError | None = None
 
 
 @dataclass(eq=False)
@@ -140,7 +141,9 @@ def names_in(request: Request) -> set[LockId]:
 
 
 def refuse(requests: Sequence[Request], error: LockError) -> None:
-    """Let an error be the answer of whoever asked for a hold."""
+    """Let an error be the answer of whoever asked for a hold, or for what its holder says."""
     for request in requests:
         if isinstance(request, Acquire):
             request.answer, request.error = Answer.UNKNOWN, error
+        elif isinstance(request, FindStatement):
+            request.error = error
