@@ -208,12 +208,12 @@ MESSAGES = int(os.environ.get("PGLOCK_BURST_MESSAGES", "300"))
 POOLS = {"prefork": 3, "threads": 8, "gevent": 8}
 
 
-def burst(fleet: Fleet, task: str, messages: int, at_once: int) -> list[Run]:
-    """Send messages to a worker of each pool, of which so many are under way at once; return their runs."""
+def burst(fleet: Fleet, task: str, messages: int, seconds: float, at_once: int) -> list[Run]:
+    """Send messages to a worker of each pool, so many of them under way at once; return their runs."""
     pids = {start(fleet, pool, concurrency).pid: pool for pool, concurrency in POOLS.items()}
-    waiting = [fleet.signature(task, task, 0.005) for _ in range(messages)]
+    waiting = [fleet.signature(task, task, seconds) for _ in range(messages)]
     under_way: set[str] = set()
-    deadline = time.monotonic() + 60 + messages / 10
+    deadline = time.monotonic() + 60 + messages / 5
     while waiting or under_way:
         under_way -= {
             id for id, result in fleet.results(list(under_way)).items() if result["status"] == "SUCCESS"
@@ -235,7 +235,7 @@ def burst(fleet: Fleet, task: str, messages: int, at_once: int) -> list[Run]:
 @pytest.mark.timeout(1200)
 def test_n_at_once_are_never_exceeded_in_a_burst(fleet: Fleet, observer: psycopg.Connection) -> None:
     """Three at once, of processes, threads and greenlets together; what a process holds is one session's."""
-    runs = burst(fleet, "three", MESSAGES, at_once=60)
+    runs = burst(fleet, "three", MESSAGES, 0.05, at_once=60)
     print(f"{at_once(runs)} at once")
     assert at_once(runs) == 3
     assert len(sessions(observer)) <= POOLS["prefork"] + 2
@@ -244,7 +244,7 @@ def test_n_at_once_are_never_exceeded_in_a_burst(fleet: Fleet, observer: psycopg
 
 def test_n_at_once_are_exceeded_in_a_burst_without_a_limit(make_fleet: FleetMaker) -> None:
     """The control: the same burst with the locks off."""
-    assert at_once(burst(make_fleet(pglock_enabled=False), "three", 300, at_once=60)) > 3
+    assert at_once(burst(make_fleet(pglock_enabled=False), "three", 300, 0.05, at_once=60)) > 3
 
 
 #: The rate of `faults.modes`: so many starts in any window of seconds.
@@ -268,7 +268,7 @@ def most_in_a_window(fleet: Fleet, runs: list[Run]) -> int:
 
 def test_no_more_than_n_start_in_any_window(fleet: Fleet, observer: psycopg.Connection) -> None:
     """Over the history of a burst on three pools: the minimum hold of ten slots is a rate."""
-    runs = burst(fleet, "rate", 300, at_once=200)
+    runs = burst(fleet, "rate", 300, 0.005, at_once=200)
     most = most_in_a_window(fleet, runs)
     starts = [run.started for run in runs]
     shortest = min(later - first for first, later in zip(starts, starts[STARTS:], strict=False))
@@ -279,7 +279,7 @@ def test_no_more_than_n_start_in_any_window(fleet: Fleet, observer: psycopg.Conn
 
 def test_more_than_n_start_in_a_window_without_a_minimum_hold(fleet: Fleet) -> None:
     """The control: ten at once are no rate."""
-    assert most_in_a_window(fleet, burst(fleet, "ten", 300, at_once=200)) > STARTS
+    assert most_in_a_window(fleet, burst(fleet, "ten", 300, 0.005, at_once=200)) > STARTS
 
 
 # Connections.
