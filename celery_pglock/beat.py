@@ -200,7 +200,7 @@ class ElectedScheduler:
         if rival != self._follows:
             self._follows = rival
             logger.info("this beat follows: %s leads", rival)
-        self._progress.hear(says or "")
+        self._progress.read(says or "")
 
     def _lead(self) -> float:
         term = self._term

@@ -173,7 +173,7 @@ class Term:
     def _was_sent(self, entry: Any, slot: datetime) -> bool:
         """Ask PostgreSQL, and so whether this beat still leads."""
         if self._ledger is None:
-            self._candidate.confirm()
+            self._candidate.confirm(str(self._progress))
             return False
         return not self._ledger.claim(entry.name, slot)
 

@@ -154,10 +154,6 @@ class Keeper:
         if hold.status is hold.Status.HELD:
             self._ask(Release(hold))
 
-    def ping(self) -> None:
-        """Ask the server for a sign of life: afterwards what is lost is known to be."""
-        self._ask(Ping())
-
     def listen(self, channel: str, told: Callable[[str], object]) -> None:
         """Hand on what is told on a channel of the database, with each answer and in `hear`.
 

@@ -98,11 +98,12 @@ class Candidate:
             if statement.error is not None:
                 self.warn(statement.error)
 
-    def confirm(self) -> bool:
-        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads."""
-        if self.leads and self._keeper is not None:
-            self._keeper.ping()
-        return self.leads
+    def confirm(self, note: str) -> bool:
+        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads.
+
+        It is asked by a note: the last one is to be read at any time.
+        """
+        return self.tell(note)
 
     def listen(self, told: Callable[[str], object]) -> None:
         """Hand on what leaders `tell` the others, from the next session on."""

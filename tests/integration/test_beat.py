@@ -25,6 +25,7 @@ from celery_pglock.beat import ElectedScheduler
 from celery_pglock.locks import leader as leader_module
 from celery_pglock.locks.keeper import Keeper
 from celery_pglock.locks.leader import Candidate
+from celery_pglock.progress import Progress
 from celery_pglock.term import Term
 from integration.judge import Judge, eventually
 from localservers import PgBouncer, PostgreSQL
@@ -250,13 +251,15 @@ def test_a_leader_says_no_more_than_it_has_sent(
     until, read = time.monotonic() + 3, 0
     while time.monotonic() < until:
         wait = beat.tick()
-        (said,) = observer.execute(
-            "SELECT max(substring(query FROM 'sent until ([^'']+)')) FROM pg_stat_activity"
+        newcomer = Progress()
+        for (statement,) in observer.execute(
+            "SELECT query FROM pg_stat_activity"
             " WHERE application_name LIKE 'pglock %' AND datname = current_database()"
-        ).fetchone()
-        if said is not None and sent:
+        ):
+            newcomer.read(statement)
+        if newcomer.until is not None and sent:
             read += 1
-            assert datetime.fromisoformat(said) < sent[-1] + SECOND
+            assert newcomer.until < sent[-1] + SECOND
         time.sleep(max(0.0, wait))
     assert read > 3
 
@@ -300,9 +303,11 @@ def test_the_lock_is_confirmed_before_each_send_of_a_tick(
 ) -> None:
     """Where the watch does not see the end of the session, the question does."""
     monkeypatch.setattr(Keeper, "_on_end", lambda *_: None)
+    ask = Candidate.tell
     monkeypatch.setattr(Candidate, "tell", lambda self, _: self.leads)  # it would see the end, too
+    monkeypatch.setattr(Candidate, "confirm", ask)
     if not asked:
-        monkeypatch.setattr(Candidate, "confirm", lambda self: self.leads)
+        monkeypatch.setattr(Candidate, "confirm", lambda self, _: self.leads)
     send = Noting.apply_async
 
     def send_and_lose(self: Noting, entry: Any, **options: Any) -> None:

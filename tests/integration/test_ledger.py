@@ -119,7 +119,7 @@ def test_a_missing_table_costs_nobody_his_lock(keeper: Keeper, new_ledger: Calla
     with pytest.raises(LockSetupError, match="does not exist"):
         new_ledger(table="nowhere").run("report", NOON.isoformat(), "first")
     assert hold.status is hold.Status.HELD
-    keeper.ping()
+    keeper.holder_of(LockId(7))
     assert hold.status is hold.Status.HELD
     keeper.release(hold)
     assert not hold.lost
