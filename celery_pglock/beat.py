@@ -117,7 +117,7 @@ class ElectedScheduler:
         self._ticks = True
         try:
             if self._term is None and not self._campaign():
-                return self._candidate.rest(self.max_interval)
+                return self._candidate.rest(self.max_interval, patiently=self._polls_to_listen > 1)
             return self._lead()
         finally:
             self._ticks = False

@@ -68,6 +68,8 @@ class Execution:
         self._granted_by = self.scope
         self.too_many_waited = False
         self.seconds_in_queue = 0.0
+        #: Among those who wait, while it does.
+        self._place: Hold | None = None
         self._started = False
         self._over = False
         self._interrupt: Interrupt | None = None
@@ -122,6 +124,7 @@ class Execution:
             # A successor of its own must not meet what its predecessor leaves behind.
             self._end(success=error is None, linger=not self._kept_back)
         finally:
+            self.clean_up()
             try:
                 self._tell_end()
             finally:
@@ -138,6 +141,8 @@ class Execution:
         executions = _executions.get()
         if self in executions:
             _executions.set(tuple([each for each in executions if each is not self]))
+        if self._place is not None:
+            self.scope.release(self._place)
         self._granted_by.release(self.hold, success=success, linger=linger)
         self._over = True
 
@@ -187,7 +192,7 @@ class Execution:
         limit = self.options.max_waiters
         if limit is None:
             return self._stand_in_queue()
-        place = Hold(id_of(f"<waiters>:{self.hold.name or self.hold.id}"), limit=limit)
+        place = self._place = Hold(id_of(f"<waiters>:{self.hold.name or self.hold.id}"), limit=limit)
         try:
             asked = self.scope.acquire(place)
             if asked.answer is Answer.GRANTED:
@@ -196,13 +201,14 @@ class Execution:
             return Acquire(self.hold, answer=asked.answer, error=asked.error)
         finally:
             self.scope.release(place)
+            self._place = None
 
     def _stand_in_queue(self) -> Acquire:
         since = time.monotonic()
         # Known before it holds anything, so that an interrupt finds whom to give the hold back to.
         self._granted_by = self.scope.waiter()
         try:
-            return self._granted_by.wait(self.hold, self.options.max_wait)
+            return self._granted_by.wait(self.hold, self.options.max_wait, self.identity)
         finally:
             self.seconds_in_queue = time.monotonic() - since
 
@@ -324,6 +330,5 @@ def settle(task_id: str) -> None:
     if execution is None or execution.request.id != task_id or execution.identity is None:
         return
     _unsettled.set(None)
-    if execution.hold.status is Hold.Status.HELD:
-        execution.scope.release_soon(execution.hold)
+    execution.clean_up()
     execution.scope.release_soon(execution.identity)

@@ -45,15 +45,28 @@ class Progress:
         self.last = {entry: due for entry, due in self.last.items() if due > self.until}
 
     def hear(self, words: str) -> None:
-        """Take down what a leader tells."""
-        told = json.loads(words)
-        if told["until"] is not None:
-            self.sent_until(datetime.fromisoformat(told["until"]))
-        if "entry" in told:
-            self.sent(told["entry"], datetime.fromisoformat(told["due"]))
+        """Take down what a leader tells; anybody may say what is none of that."""
+        try:
+            told = json.loads(words)
+            until = told["until"] and moment(told["until"])
+            slot = (str(told["entry"]), moment(told["due"])) if "entry" in told else None
+        except (ValueError, KeyError, TypeError):
+            return
+        if until is not None:
+            self.sent_until(until)
+        if slot is not None:
+            self.sent(*slot)
 
     def read(self, statement: str) -> None:
         """Take down what a leader told with a statement, if it is one of those."""
         told = STATEMENT.fullmatch(statement)
         if told is not None:
             self.hear(told[1].replace("''", "'"))
+
+
+def moment(text: str) -> datetime:
+    """Read a moment. Raises `ValueError`, also for one that says nothing of its time zone."""
+    read = datetime.fromisoformat(text)
+    if read.tzinfo is None:
+        raise ValueError(f"{text} may be anywhere")
+    return read

@@ -149,6 +149,8 @@ class Term:
         slot = slots.pending(entry.schedule, last, now) or now
         if slot > now:
             return self._goes_on_after(entry, last)
+        # Not to be told as sent, even if it can't be sent now: a tick need not come by here again.
+        self._next[entry.name] = slot
         try:
             if self._was_sent(entry, slot):
                 return self._goes_on_after(entry, slot)
@@ -160,12 +162,15 @@ class Term:
             return schedstate(False, self._poll)
         self._granted[entry.name] = slot
         after = slots.following(entry.schedule, slot)
-        if after is not None:
+        if after is None:
+            del self._next[entry.name]
+        else:
             self._next[entry.name] = after
         return schedstate(True, wait if after is None else max(0.0, (after - now).total_seconds()))
 
     def _goes_on_after(self, entry: Any, slot: datetime) -> schedstate:
         """Nothing is to be sent up to a slot: let the inner scheduler look at all entries anew, at once."""
+        self._next.pop(entry.name, None)
         self._go_on_after(entry, slot)
         vars(self.inner)["_heap"] = None
         return schedstate(False, 0)

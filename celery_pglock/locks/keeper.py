@@ -73,6 +73,8 @@ class Keeper:
         self._session: Session | None = None
         #: One statement at a time.
         self._statement = threading.Lock()
+        #: The thread (greenlet) that is inside of one.
+        self._answers_in: int | None = None
         self._owner = Owner(self._answer)
         self._watch = Watch(self._on_end, self._on_pause)
         self._running: set[Interrupt] = set()
@@ -110,10 +112,10 @@ class Keeper:
         alone = threading.current_thread() is threading.main_thread() and not self._lingering
         return self if self._asks_in_place and alone else Keeper(self._settings, shared=False)
 
-    def wait(self, hold: Hold, seconds: float | None) -> Acquire:
+    def wait(self, hold: Hold, seconds: float | None, identity: Hold | None = None) -> Acquire:  # noqa: ARG002
         """Take a turn in PostgreSQL's own queue, first come, first served, and be woken at once.
 
-        ``seconds`` may be None, for ever.
+        ``seconds`` may be None, for ever. The identity is kept since it was asked for.
         """
         if seconds == 0:
             return self.acquire(hold)
@@ -219,7 +221,7 @@ class Keeper:
         question = NextToken()
         self._ask(question)
         if question.token is None:
-            raise LockUnavailable("no answer")
+            raise question.error or LockUnavailable("no answer")
         return question.token
 
     def holder_of(self, id: LockId) -> str | None:
@@ -258,7 +260,11 @@ class Keeper:
         return serves_one_at_a_time() or not self._shared
 
     def _ask(self, request: Request) -> None:
-        if self._asks_in_place:
+        if self._answers_in == threading.get_ident():
+            # Garbage is collected inside of a statement of ours, and a block that it held gives its lock back:
+            # who would wait here would wait for himself.
+            self._owner.post(request)
+        elif self._asks_in_place:
             self._answer([request])
         else:
             self._owner.ask(request)
@@ -267,12 +273,15 @@ class Keeper:
         """Answer requests. Whatever goes wrong at the server becomes the answer of those who asked."""
         with self._statement:
             try:
+                self._answers_in = threading.get_ident()
                 for batch in batches(requests):
                     self._answer_batch(batch)
             except BaseException:
                 # Interrupted inside a statement: what the server made of it is unknown.
                 self._drop_session("its task was interrupted while PostgreSQL was asked")
                 raise
+            finally:
+                self._answers_in = None
 
     def _answer_batch(self, requests: Sequence[Request]) -> None:
         session = self._session
@@ -281,6 +290,10 @@ class Keeper:
         except SessionBroken as exc:
             if session is not None and session.given_up_at is not None:
                 # The network is silent: a second try would have everybody wait for nothing.
+                refuse(requests, LockUnavailable(str(exc)))
+                return
+            if self._listens is not None:
+                # What was told meanwhile was missed: who listens decides anew.
                 refuse(requests, LockUnavailable(str(exc)))
                 return
             # A server restart between two tasks costs nothing. Releases need no second try: what the

@@ -75,13 +75,13 @@ class Candidate:
 
     def campaign(self) -> bool:
         """Ask for the lock once."""
-        self._is_vacant = False
         hold = self._new_hold()
         if self._keeper is None:
             hold._granted(slot=0)
             self.term = hold
             return True
         asked, holder, statement = self._keeper.campaign(hold)
+        self._is_vacant = False
         if asked.answer is Answer.GRANTED:
             self.term = hold
         else:
@@ -94,6 +94,7 @@ class Candidate:
         """See who leads, and do not ask for the lock."""
         if self._keeper is not None:
             holder, statement = self._keeper.look(self._new_hold().id)
+            self._is_vacant = False
             self.rival, self.rival_says = holder.holder, statement.statement
             if statement.error is not None:
                 self.warn(statement.error)
@@ -122,10 +123,17 @@ class Candidate:
         else:
             told(note)
 
-    def rest(self, seconds: float) -> float:
-        """Listen until the next poll, or until a leader resigns. Returns the seconds left to sleep."""
+    def rest(self, seconds: float, *, patiently: bool = False) -> float:
+        """Listen until the next poll, or until a leader resigns unless ``patiently``.
+
+        Returns the seconds left to sleep.
+        """
         until = time.monotonic() + seconds
-        while not self._is_vacant and (left := until - time.monotonic()) > 0:
+        while (left := until - time.monotonic()) > 0:
+            if self._is_vacant and not patiently:
+                # News once: a server that goes away now must not be asked again and again.
+                self._is_vacant = False
+                return 0.0
             if self._keeper is None or not self._keeper.hear(left):
                 return left
         return 0.0
@@ -144,10 +152,13 @@ class Candidate:
         if self._channel is None:
             return
         escaped = note.replace("'", "''")
-        self.run(Statement(f"NOTIFY \"{self._channel}\", '{escaped}'"))
+        told = Statement(f"NOTIFY \"{self._channel}\", '{escaped}'")
+        self.run(told)
+        if told.error is not None:
+            logger.warning("what this leader has done could not be told: %s", told.error)
 
     def run(self, statement: Statement) -> None:
-        """Run a statement on the session of the lock: what succeeds there proves that it still leads."""
+        """Run a statement on the session of the lock. Who leads after it succeeded, did so meanwhile."""
         if self._keeper is not None:
             self._keeper.run(statement)
 
@@ -173,10 +184,6 @@ class Candidate:
             self._notify(RESIGNED)
         if self._keeper is not None:
             self._keeper.retire()
-
-    def leader(self) -> str | None:
-        """Tell in words who leads, None if nobody does or nobody could be asked."""
-        return None if self._keeper is None else self._keeper.holder_of(self._new_hold().id)
 
     def warn(self, error: LockError) -> None:
         """Log why nobody can lead, once and then at most once a minute."""

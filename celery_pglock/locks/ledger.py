@@ -1,7 +1,7 @@
 """The ledger of a beat: which slots of its schedule were sent, and which message of each has run.
 
 A row is one slot, ``(schedule, entry, due)``. The leader writes it before it sends, on the connection that
-holds its lock: a statement that succeeds there proves that it leads. It marks the row when the message is
+holds its lock: if it still leads afterwards, it did so meanwhile. It marks the row when the message is
 out; a row that is not marked belongs to a leader who died in between, and its successor sends it again. The
 first message of a slot that reaches a worker puts its id into the row, and every other one is dropped.
 """
@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 
 import psycopg
 
-from .errors import LockSetupError, LockUnavailable
+from .errors import LockError, LockSetupError, LockUnavailable
 from .requests import Statement
 from .server import reason_of
 
@@ -104,6 +104,8 @@ class Ledger:
         table = ".".join(identifier(part) for part in self._table.split("."))
         asked = Statement(template.format(table=table, schedule=as_sql(self.schedule), **values))
         self._perform(asked)
+        if isinstance(asked.error, LockError):
+            raise asked.error
         if asked.error is not None:
             raise self._refusal(asked.error)
         if asked.rows is None:

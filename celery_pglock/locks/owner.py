@@ -48,10 +48,14 @@ class Owner:
         answered.acquire()
         self._pending.append((request, answered))
         self._wake()
-        with self._starting:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
-                self._thread.start()
+        # Not waiting for who starts it right now, which may be this very thread: see `Keeper._ask`.
+        if self._starting.acquire(blocking=False):
+            try:
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
+                    self._thread.start()
+            finally:
+                self._starting.release()
         return answered
 
     def stop(self, finish: Callable[[], None]) -> None:

@@ -83,6 +83,7 @@ class NextToken:
     """Ask for a number that is greater than every one before, in the whole cluster."""
 
     token: int | None = None
+    error: LockError | None = None
 
 
 @dataclass(eq=False)
@@ -96,7 +97,7 @@ class Statement:
 
     text: str
     rows: list[list[bytes | None]] | None = None
-    error: psycopg.Error | None = None
+    error: psycopg.Error | LockError | None = None
 
 
 Request = Acquire | Release | FindHolder | FindStatement | NextToken | Ping | Statement
@@ -141,9 +142,9 @@ def names_in(request: Request) -> set[LockId]:
 
 
 def refuse(requests: Sequence[Request], error: LockError) -> None:
-    """Let an error be the answer of whoever asked for a hold, or for what its holder says."""
+    """Let an error be the answer."""
     for request in requests:
         if isinstance(request, Acquire):
             request.answer, request.error = Answer.UNKNOWN, error
-        elif isinstance(request, FindStatement):
+        elif isinstance(request, (FindStatement, Statement, NextToken)):
             request.error = error

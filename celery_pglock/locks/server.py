@@ -29,6 +29,7 @@ __all__ = [
     "cut",
     "disown",
     "is_broken",
+    "patience",
     "query",
     "query_prepared",
     "reason_of",
@@ -112,14 +113,25 @@ def check_server(connection: Connection, who: Sequence[bytes | None], settings: 
 def session_settings(settings: Settings) -> dict[str, str]:
     """What the server is to know of the session.
 
-    It waits half as long again as the client for a silent network: an interrupted body has stopped before
-    the name is free. They have no effect on a Unix socket.
+    A backslash in what is told to others is nothing special.
     """
-    bound = 1.5 * settings.loss_timeout
     freeze = settings.freeze_timeout or 0
     return {
         **dict.fromkeys(ROLE_LIMITS, "0"),
+        **patience(settings),
         "idle_session_timeout": str(math.ceil(freeze * 1000)),
+        "standard_conforming_strings": "on",
+    }
+
+
+def patience(settings: Settings) -> dict[str, str]:
+    """How long the server takes a silent client for one that is alive.
+
+    Half as long again as the client takes a silent server: an interrupted body has stopped before the name is
+    free. What concerns TCP has no effect on a Unix socket.
+    """
+    bound = 1.5 * settings.loss_timeout
+    return {
         "tcp_keepalives_idle": str(math.ceil(bound / 3)),
         "tcp_keepalives_interval": str(math.ceil(bound / 3)),
         "tcp_keepalives_count": "2",

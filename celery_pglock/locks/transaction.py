@@ -31,6 +31,7 @@ from .server import (
     cut,
     disown,
     is_broken,
+    patience,
     query,
     reason_of,
     refusal_of,
@@ -49,13 +50,8 @@ BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 #: What a body's own settings left behind on the warm connection is not the next one's.
 RESET = "RESET SESSION AUTHORIZATION; RESET ALL"
 
-#: No limits that would end a transaction whose body is busy elsewhere. A backend that waits in the queue does
-#: not see otherwise that its client is gone.
-ITS_SETTINGS = {
-    "idle_in_transaction_session_timeout": "0",
-    "transaction_timeout": "0",
-    "client_connection_check_interval": "500",
-}
+#: Limits that would end a transaction whose body is busy elsewhere.
+UNLIMITED = {"idle_in_transaction_session_timeout": "0", "transaction_timeout": "0"}
 
 #: The body's own limits, lifted while its task waits.
 TIMEOUTS = ("lock_timeout", "statement_timeout")
@@ -115,8 +111,9 @@ class Line:
 
     def _on_pause(self) -> float | None:
         pauses = []
-        if self.asked_at is not None:
-            left = self.asked_at + self.settings.loss_timeout - time.monotonic()
+        asked_at = self.asked_at
+        if asked_at is not None:
+            left = asked_at + self.settings.loss_timeout - time.monotonic()
             if left <= 0:
                 # A pooler without a free connection, or a network that fell silent.
                 cut(self.connection)
@@ -148,12 +145,17 @@ class Transaction:
         """The scope to `wait` at: itself, since it has a connection of its own."""
         return self
 
-    def wait(self, hold: Hold, seconds: float | None) -> Acquire:
-        """Begin a transaction and take a turn in PostgreSQL's own queue; ``seconds`` None: for ever."""
+    def wait(self, hold: Hold, seconds: float | None, identity: Hold | None = None) -> Acquire:
+        """Begin a transaction and take a turn in PostgreSQL's own queue; ``seconds`` None: for ever.
+
+        The identity ended with the transaction of the first question, and is asked for again.
+        """
         if seconds == 0:
-            return self.acquire(hold)
-        asked = Acquire(hold, wait=seconds)
-        self._ask(asked, queue_up(hold, xact=True))
+            return self.acquire(hold, identity)
+        asked, question = Acquire(hold, identity, wait=seconds), queue_up(hold, xact=True)
+        if identity is not None:
+            question = if_locked(identity, question, xact=True)
+        self._ask(asked, question)
         return asked
 
     def release(self, hold: Hold, *, linger: bool = False, success: bool = True) -> None:  # noqa: ARG002
@@ -178,7 +180,11 @@ class Transaction:
         try:
             if not still_held(line, hold):
                 hold._lost("the body ended its transaction itself")
-            line.ask("COMMIT" if success and not hold.lost else "ROLLBACK")
+            if success and not hold.lost:
+                # In no bounded time: a deferred constraint or a synchronous standby may take any.
+                query(line.connection, "COMMIT")
+            else:
+                line.ask("ROLLBACK")
         except psycopg.Error as exc:
             if not is_broken(line.connection, exc):
                 # The server refused the commit, and has rolled back: no loss, but a failure.
@@ -240,7 +246,8 @@ class Transaction:
             raise
 
     def _lock(self, line: Line, asked: Acquire, question: Expression) -> bytes | None:
-        unlimited, lock = set_statement(ITS_SETTINGS, local=True), "SELECT " + written_out(*question)
+        unlimited = set_statement({**UNLIMITED, **patience(self._settings)}, local=True)
+        lock = "SELECT " + written_out(*question)
         if asked.wait == 0:
             return line.ask(RESET, BEGIN, unlimited, lock)[0][0]
         before = line.ask(RESET, BEGIN, unlimited, SHOW)[0]
@@ -271,9 +278,17 @@ class Transaction:
             asked.hold._lost("PostgreSQL ended its session")
 
     def _token(self) -> int:
-        if self._line is None:
+        line = self._line
+        if line is None or line.hold is None:
             raise LockUnavailable("its transaction is over")
-        return int(self._line.ask("SELECT pg_current_xact_id()")[0][0] or 0)
+        try:
+            token = line.ask("SELECT pg_current_xact_id()")[0][0]
+            # In this order: what was drawn before the end is below what the next holder draws.
+            if not still_held(line, line.hold):
+                line.hold._lost("the body ended its transaction itself")
+        except psycopg.Error as exc:
+            raise LockUnavailable(reason_of(exc)) from exc
+        return int(token or 0)
 
 
 def still_held(line: Line, hold: Hold) -> bool:
