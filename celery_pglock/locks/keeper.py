@@ -261,7 +261,7 @@ class Keeper:
 
     def _ask(self, request: Request) -> None:
         if self._answers_in == threading.get_ident():
-            # Garbage is collected inside of a statement of ours, and a block that it held gives its lock back:
+            # Garbage is collected inside of a statement of ours, and a block in it gives its lock back:
             # who would wait here would wait for himself.
             self._owner.post(request)
         elif self._asks_in_place:
