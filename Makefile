@@ -19,8 +19,11 @@ endif
 
 .PHONY: test demo bench chaos lint types format clean
 
+# Most tests wait most of the time. Each file's tests share servers, and stay together.
+JOBS ?= 2
+
 test: .venv/installed
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 
 demo: .venv/installed
 	@PYTHONPATH=tools:. $(BIN)/python -m example_project $(ARGS)
