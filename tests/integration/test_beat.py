@@ -556,15 +556,16 @@ def test_who_was_cut_off_unseen_does_not_lead_on_a_session_that_heard_nothing(
 ) -> None:
     """The question for the lock finds it out before the watch does: what was told meanwhile was missed."""
     monkeypatch.setattr(Keeper, "_on_end", lambda *_: None)
-    leader, follower = new_beat(), new_beat()
+    leader, cut_off, listens = (new_beat() for _ in range(3))
     run(leader, 0.5)
-    follower.tick()
+    cut_off.tick()
     (pid,) = set(judge.sessions()) - {pid for _, pid in judge.locks()}
     judge.end(pid)
+    listens.tick()
     run(leader, 1.2)
     leader.close()
-    follower.tick()
-    assert "leads" not in repr(follower)
+    cut_off.tick()
     assert not judge.locks()
-    run(follower, 1.5)
+    run(listens, 1.2)
+    assert len(sent) >= 2
     assert set(Counter(sent).values()) == {1}

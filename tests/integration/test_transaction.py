@@ -464,11 +464,13 @@ def test_the_server_waits_for_a_silent_client_as_long_as_for_a_session_s(
     if wait:
         judge.take(ID)
 
-    def hold() -> tuple[list[str], list[str]]:
+    def hold() -> list[list[str]]:
+        seen = []
         with suppress(LockLost), advisory_lock(ID, wait, scope="transaction", database_url=dsn) as lock:
-            inside = network_settings(lock.connection)
+            seen.append(network_settings(lock.connection))
             lock.connection.execute("COMMIT")
-            return inside, network_settings(lock.connection)
+            seen.append(network_settings(lock.connection))
+        return seen
 
     future = in_thread(hold)
     if wait:
@@ -588,8 +590,10 @@ def test_a_conflict_is_waited_for(app: Celery, judge: Judge, rows: Rows) -> None
 
 def delivered(task: Any, id: str, *, redelivered: bool) -> None:
     """Do what a worker does with a message."""
-    request = {"id": id, "task": task.name, "retries": 0, "delivery_info": {"redelivered": redelivered}}
-    build_tracer(task.name, task, app=task.app)(id, (), {}, {**request, "headers": {}, "hostname": "w"})
+    request = {"id": id, "task": task.name, "retries": 0, "called_directly": False, "headers": {}}
+    build_tracer(task.name, task, app=task.app)(
+        id, (), {}, {**request, "delivery_info": {"redelivered": redelivered}}
+    )
 
 
 @pytest.mark.parametrize("scope", ["session", "transaction"])
