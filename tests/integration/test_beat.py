@@ -494,8 +494,9 @@ def test_what_a_ledger_refused_is_sent_by_the_next_leader(
     sent: list[datetime],
     judge: Judge,
 ) -> None:
-    """Celery looks at an entry that may not be sent only later, and says in between that all is done."""
-    beats = [new_beat(pglock_beat_ledger="ledger") for _ in "ab"]
+    """Celery looks at the other entries meanwhile, and finds nothing due."""
+    schedule = {name: {"task": name, "schedule": SECOND} for name in "ab"}
+    beats = [new_beat(pglock_beat_ledger="ledger", beat_schedule=schedule) for _ in "ab"]
     time.sleep(1.05 - time.time() % 1)
     for beat in beats:
         beat.tick()
@@ -510,7 +511,7 @@ def test_what_a_ledger_refused_is_sent_by_the_next_leader(
     judge.end(judge.locks()[0][1])
     observer.execute("ALTER TABLE away RENAME TO ledger")
     run(beats[1], 1)
-    assert sent[:3] == [due, due + SECOND, due + 2 * SECOND]
+    assert sorted(sent)[:6] == sorted([due, due + SECOND, due + 2 * SECOND] * 2)
     observer.execute("DROP TABLE ledger")
 
 

@@ -275,11 +275,14 @@ def test_a_fencing_token_is_drawn_under_the_lock(dsn: str) -> None:
 
 def test_a_failed_transaction_has_no_fencing_token(dsn: str) -> None:
     """It is told by an error of ours."""
+    told = False
     with suppress(psycopg.Error), advisory_lock(ID, scope="transaction", database_url=dsn) as lock:
         with suppress(psycopg.Error):
             lock.connection.execute("SELECT 1/0")
         with pytest.raises(LockUnavailable):
             lock.fencing_token()
+        told = True
+    assert told
 
 
 def test_a_body_that_leaves_the_transaction_alone_loses_nothing(
@@ -601,7 +604,7 @@ def test_a_copy_of_a_task_that_waited_stores_no_failure_over_it(
     app: Celery, judge: Judge, scope: str
 ) -> None:
     """It meets its own execution, not a conflict: the state of a task that runs is not the copy's."""
-    app.conf.task_track_started = True
+    app.conf.update(task_track_started=True, task_always_eager=False)
     ran, leave, id = threading.Semaphore(0), threading.Event(), uuid.uuid4().hex
 
     @app.task(base=AdvisoryLockedTask, name="book", shared=False, lock_scope=scope, lock_key=lambda: ID,
