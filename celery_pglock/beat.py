@@ -117,7 +117,7 @@ class ElectedScheduler:
         self._ticks = True
         try:
             if self._term is None and not self._campaign():
-                return self._candidate.rest(self.max_interval, patiently=self._polls_to_listen > 1)
+                return self._candidate.rest(self.max_interval, patiently=self._knows_nothing)
             return self._lead()
         finally:
             self._ticks = False
@@ -152,7 +152,7 @@ class ElectedScheduler:
             self._look()
             return False
         self._polls_to_listen -= 1
-        if self._polls_to_listen > 0 and self._progress.until is None:
+        if self._knows_nothing:
             return False
         if not self._candidate.campaign():
             self._follow()
@@ -172,6 +172,11 @@ class ElectedScheduler:
             return False
         logger.info("this beat leads: lock %r", self.lock)
         return True
+
+    @property
+    def _knows_nothing(self) -> bool:
+        """Whether it has just come, and others may know more."""
+        return self._polls_to_listen > 0 and self._progress.until is None
 
     def _look(self) -> None:
         self._candidate.look()

@@ -48,9 +48,9 @@ class Progress:
         """Take down what a leader tells; anybody may say what is none of that."""
         try:
             told = json.loads(words)
-            until = told["until"] and moment(told["until"])
+            until = None if told["until"] is None else moment(told["until"])
             slot = (str(told["entry"]), moment(told["due"])) if "entry" in told else None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return
         if until is not None:
             self.sent_until(until)

@@ -19,6 +19,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
@@ -71,10 +72,8 @@ class Keeper:
         self._shared = shared
         self._pings = pings
         self._session: Session | None = None
-        #: One statement at a time.
-        self._statement = threading.Lock()
-        #: The thread (greenlet) that is inside of one.
-        self._answers_in: int | None = None
+        #: One statement at a time. It knows who is inside of one.
+        self._statement: Any = threading.RLock()
         self._owner = Owner(self._answer)
         self._watch = Watch(self._on_end, self._on_pause)
         self._running: set[Interrupt] = set()
@@ -260,9 +259,9 @@ class Keeper:
         return serves_one_at_a_time() or not self._shared
 
     def _ask(self, request: Request) -> None:
-        if self._answers_in == threading.get_ident():
-            # Garbage is collected inside of a statement of ours, and a block in it gives its lock back:
-            # who would wait here would wait for himself.
+        # Garbage is collected in our own work, and a block that it held gives its lock back: who would wait
+        # here would wait for himself.
+        if self._statement._is_owned() or self._owner.ident == threading.get_ident():
             self._owner.post(request)
         elif self._asks_in_place:
             self._answer([request])
@@ -273,15 +272,12 @@ class Keeper:
         """Answer requests. Whatever goes wrong at the server becomes the answer of those who asked."""
         with self._statement:
             try:
-                self._answers_in = threading.get_ident()
                 for batch in batches(requests):
                     self._answer_batch(batch)
             except BaseException:
                 # Interrupted inside a statement: what the server made of it is unknown.
                 self._drop_session("its task was interrupted while PostgreSQL was asked")
                 raise
-            finally:
-                self._answers_in = None
 
     def _answer_batch(self, requests: Sequence[Request]) -> None:
         session = self._session

@@ -26,7 +26,8 @@ class Owner:
         self._answer = answer
         self._pending: deque[tuple[Request, threading.Lock]] = deque()
         self._asleep = threading.Lock()
-        self._starting = threading.Lock()
+        # Entered twice by one thread where garbage is collected while it starts us: see `Keeper._ask`.
+        self._starting = threading.RLock()
         self._serving = threading.Lock()
         self._stopped = False
         self._thread: threading.Thread | None = None
@@ -48,15 +49,16 @@ class Owner:
         answered.acquire()
         self._pending.append((request, answered))
         self._wake()
-        # Not waiting for who starts it right now, which may be this very thread: see `Keeper._ask`.
-        if self._starting.acquire(blocking=False):
-            try:
-                if self._thread is None or not self._thread.is_alive():
-                    self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
-                    self._thread.start()
-            finally:
-                self._starting.release()
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
+                self._thread.start()
         return answered
+
+    @property
+    def ident(self) -> int | None:
+        """The thread that answers, as `threading.get_ident` calls it."""
+        return None if self._thread is None else self._thread.ident
 
     def stop(self, finish: Callable[[], None]) -> None:
         """Answer what is pending, then finish, and serve no more."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +29,12 @@ from celery_pglock import (
     advisory_lock,
     current_lock,
 )
+from celery_pglock.locks.hold import Hold
+from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.keys import id_of
+from celery_pglock.locks.owner import Owner
+from celery_pglock.locks.session import Session
+from celery_pglock.locks.settings import Settings
 from integration.judge import Judge, eventually
 from integration.rivals import in_thread, wait_until_waiting
 
@@ -141,6 +148,55 @@ def test_blocks_of_threads_collide_without_a_lock(way: str) -> None:
     barrier = threading.Barrier(2, timeout=5)
     for future in [in_thread(barrier.wait) for _ in range(2)]:
         future.result(timeout=10)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [(Session, "perform"), (Session, "owe"), (Owner, "_answer_all"), (Keeper, "_drop_session")],
+    ids=["statement", "owed", "owner", "watch"],
+)
+def test_a_block_that_is_collected_as_garbage_waits_for_nobody(
+    dsn: str, judge: Judge, way: str, monkeypatch: pytest.MonkeyPatch, moment: tuple[type, str]
+) -> None:
+    """Whoever allocates closes a generator in a cycle, perhaps who is to answer its release."""
+    (its_class, name), collected = moment, []
+    if way == ("owner" if name == "owe" else "one at a time" if its_class is Owner else None):
+        pytest.skip("no moment of that way")
+    method = getattr(its_class, name)
+
+    def collect_first(*args: object) -> object:
+        collected.append(gc.collect())
+        return method(*args)
+
+    def lines() -> Iterator[int]:
+        with advisory_lock("deploy", database_url=dsn):
+            yield 1
+
+    def leave_garbage() -> None:
+        cycle: list[object] = []
+        cycle += [cycle, read := lines()]
+        next(read)
+
+    def work() -> None:
+        keeper, owed = keeper_for(Settings(dsn)), Hold(LockId(5))
+        keeper.acquire(owed)
+        leave_garbage()
+        assert judge.held() == {DEPLOY, LockId(5)}
+        monkeypatch.setattr(its_class, name, collect_first)
+        keeper.release_soon(owed)
+        if its_class is Keeper:
+            judge.end(judge.holder(DEPLOY))
+            eventually(lambda: collected, "the watch does not see the end")
+        with advisory_lock("other", database_url=dsn):
+            pass
+
+    gc.disable()
+    try:
+        in_thread(work).result(timeout=5)
+        eventually(lambda: not judge.held(), "the lock of what was collected is left", within=3)
+    finally:
+        gc.enable()
+    assert any(collected)
 
 
 # Whose settings.

@@ -23,7 +23,8 @@ from celery_pglock import slots
 from celery_pglock import term as term_module
 from celery_pglock.beat import ElectedScheduler
 from celery_pglock.locks import leader as leader_module
-from celery_pglock.locks.keeper import Keeper
+from celery_pglock.locks.keeper import Keeper, close_all
+from celery_pglock.locks.keys import id_of
 from celery_pglock.locks.leader import Candidate
 from celery_pglock.progress import Progress
 from celery_pglock.term import Term
@@ -31,6 +32,7 @@ from integration.judge import Judge, eventually
 from localservers import PgBouncer, PostgreSQL
 
 SECOND = timedelta(seconds=1)
+BEAT = id_of("celery:beat")
 
 
 class Noting(Scheduler):
@@ -435,3 +437,136 @@ def test_solar_entries_are_sent_once_across_a_takeover(
     first.close()
     run(second, 0.5)
     assert sent == [due]
+
+
+# What others say, and what they leave.
+
+
+def told(observer: psycopg.Connection, note: str) -> None:
+    observer.execute("SELECT pg_notify(%s, %s)", [f"pglock:{BEAT[0]}", note])
+
+
+@pytest.mark.parametrize("note", ["{oops", "5", '{"entry": "a"}', '{"until": "2026-01-01T00:00:00"}'])
+def test_a_note_that_nobody_understands_ends_no_beat(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    sent: list[datetime],
+    note: str,
+) -> None:
+    """Neither who leads nor who follows: all hear the same, and would end at once."""
+    leader, follower = new_beat(), new_beat()
+    run(leader, 0.5)
+    follower.tick()
+    told(observer, note)
+    follower.tick()
+    run(leader, 1.5)
+    leader.close()
+    run(follower, 1.5)
+    assert len(sent) >= 2
+    assert {after - before for before, after in pairwise(sent)} == {SECOND}
+
+
+def test_any_name_can_be_told_whatever_a_role_thinks_of_backslashes(
+    new_beat: Callable[..., ElectedScheduler], postgres: PostgreSQL, dbname: str, sent: list[datetime]
+) -> None:
+    postgres.execute("CREATE ROLE old LOGIN")
+    postgres.execute("ALTER ROLE old SET standard_conforming_strings = off")
+    postgres.execute("ALTER ROLE old SET escape_string_warning = off")
+    try:
+        schedule = {name: {"task": "a", "schedule": SECOND} for name in ('a"b', "it's", "\\", "ü")}
+        conf = {"pglock_database_url": postgres.url(dbname, user="old"), "beat_schedule": schedule}
+        leader, follower = new_beat(**conf), new_beat(**conf)
+        run(leader, 1.5)
+        follower.tick()
+        assert len(sent) in (4, 8)
+        run(leader, 1)
+        leader.close()
+        run(follower, 1.5)
+        assert set(Counter(sent).values()) == {4}
+    finally:
+        close_all()
+        postgres.execute("DROP ROLE old")
+
+
+def test_what_a_ledger_refused_is_sent_by_the_next_leader(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    sent: list[datetime],
+    judge: Judge,
+) -> None:
+    """Celery looks at the other entries meanwhile, and finds nothing due."""
+    schedule = {name: {"task": name, "schedule": SECOND} for name in "ab"}
+    beats = [new_beat(pglock_beat_ledger="ledger", beat_schedule=schedule) for _ in "ab"]
+    time.sleep(1.05 - time.time() % 1)
+    for beat in beats:
+        beat.tick()
+    while "leads" not in repr(beats[0]):
+        beats[0].tick()
+    due = datetime.now(timezone.utc).replace(microsecond=0) + SECOND
+    assert not sent
+    observer.execute("ALTER TABLE ledger RENAME TO away")
+    beats[1].tick()
+    run(beats[0], 2.5)
+    assert not sent
+    judge.end(judge.locks()[0][1])
+    observer.execute("ALTER TABLE away RENAME TO ledger")
+    run(beats[1], 1)
+    assert sorted(sent)[:6] == sorted([due, due + SECOND, due + 2 * SECOND] * 2)
+    observer.execute("DROP TABLE ledger")
+
+
+def test_who_resigned_is_news_once(
+    new_beat: Callable[..., ElectedScheduler], own_postgres: PostgreSQL, sent: list[datetime]
+) -> None:
+    """It may come together with the grant. As news later on, it would have a server asked without a pause."""
+    first, second = (new_beat(pglock_database_url=own_postgres.url()) for _ in "ab")
+    run(first, 0.5)
+    second.tick()
+    first.close()
+    second.tick()
+    assert "leads" in repr(second)
+    own_postgres.stop()
+    ticks, until = 0, time.monotonic() + 1
+    while time.monotonic() < until:
+        time.sleep(max(0.0, second.tick()))
+        ticks += 1
+    assert ticks < 25
+    second.close()
+
+
+def test_a_newcomer_listens_as_long_where_somebody_resigns(
+    new_beat: Callable[..., ElectedScheduler], judge: Judge, observer: psycopg.Connection
+) -> None:
+    """Who may know more than it was cut off, and needs two polls to be back."""
+    judge.take(BEAT)
+    newcomer = new_beat(pglock_beat_poll=0.4)
+    newcomer.tick()
+    judge.give_back()
+    told(observer, "resigned")
+    since = time.monotonic()
+    while not judge.locks():
+        newcomer.tick()
+    assert time.monotonic() - since > 0.75
+
+
+def test_who_was_cut_off_unseen_does_not_lead_on_a_session_that_heard_nothing(
+    new_beat: Callable[..., ElectedScheduler],
+    judge: Judge,
+    sent: list[datetime],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The question for the lock finds it out before the watch does: what was told meanwhile was missed."""
+    monkeypatch.setattr(Keeper, "_on_end", lambda *_: None)
+    leader, cut_off, listens = (new_beat() for _ in range(3))
+    run(leader, 0.5)
+    cut_off.tick()
+    (pid,) = set(judge.sessions()) - {pid for _, pid in judge.locks()}
+    judge.end(pid)
+    listens.tick()
+    run(leader, 1.2)
+    leader.close()
+    cut_off.tick()
+    assert not judge.locks()
+    run(listens, 1.2)
+    assert len(sent) >= 2
+    assert set(Counter(sent).values()) == {1}

@@ -15,6 +15,8 @@ from celery_pglock.locks.keys import LockId
 from celery_pglock.locks.ledger import Ledger
 from celery_pglock.locks.requests import Statement
 from celery_pglock.locks.settings import Settings
+from integration.judge import Judge
+from localservers import PgBouncer
 
 NOON = datetime(2026, 11, 30, 12, 0, 0, 250000, tzinfo=timezone.utc)
 
@@ -125,8 +127,20 @@ def test_a_missing_table_costs_nobody_his_lock(keeper: Keeper, new_ledger: Calla
     assert not hold.lost
 
 
-def test_a_server_that_can_not_be_reached_gives_no_answer() -> None:
+def test_a_server_that_can_not_be_reached_is_told_with_its_reason() -> None:
     keeper = Keeper(Settings("postgresql://127.0.0.1:1/nothing"))
-    with pytest.raises(LockUnavailable, match="no answer"):
+    with pytest.raises(LockUnavailable, match="refused"):
         Ledger("ledger", "celery:beat", keeper.run).claim("report", NOON)
     keeper.close()
+
+
+def test_a_set_up_that_no_lock_is_safe_in_is_told_to_who_asks_a_ledger(
+    pgbouncer: PgBouncer, dbname: str, judge: Judge
+) -> None:
+    """A task that is asked for again and again instead never runs, and nobody learns why."""
+    keeper = Keeper(Settings(pgbouncer.url(dbname)))
+    with pytest.raises(LockSetupError, match="pooler"):
+        Ledger("ledger", "celery:beat", keeper.run).run("report", NOON.isoformat(), "first")
+    keeper.close()
+    for pid in judge.sessions():  # the pooler's own, which it keeps
+        judge.end(pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 from celery import Celery
+from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, Reject, Retry
 from psycopg.rows import dict_row
 
@@ -27,7 +29,7 @@ from celery_pglock import (
     lock_lost,
 )
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import close_all
+from celery_pglock.locks.keeper import close_all, keeper_for
 from celery_pglock.locks.requests import Answer
 from celery_pglock.locks.settings import Settings
 from celery_pglock.locks.transaction import Transaction
@@ -169,6 +171,34 @@ def test_a_body_that_swallows_an_error_of_its_transaction_fails(app: Celery, row
     assert rows() == []
 
 
+def test_a_commit_may_take_longer_than_the_network_may_be_silent(
+    app: Celery, judge: Judge, rows: Rows, observer: psycopg.Connection
+) -> None:
+    """Constraints are checked at its end. Cut by us, it would be done or not, and nobody could tell."""
+    app.conf.pglock_loss_timeout = 3.0
+    observer.execute("CREATE TABLE slow (n int)")
+    observer.execute(
+        "CREATE FUNCTION think() RETURNS trigger LANGUAGE plpgsql"
+        " AS 'BEGIN PERFORM pg_sleep(4.5); RETURN NULL; END'"
+    )
+    observer.execute(
+        "CREATE CONSTRAINT TRIGGER thinks AFTER INSERT ON slow DEFERRABLE INITIALLY DEFERRED"
+        " FOR EACH ROW EXECUTE FUNCTION think()"
+    )
+    try:
+        since = time.monotonic()
+        result = task(
+            app, lambda: current_lock().connection.execute("INSERT INTO slow VALUES (1)") and 1
+        ).delay()
+        assert time.monotonic() - since > 4.5, "the commit was quick: nothing was tested"
+        assert result.state == "SUCCESS", result.result
+        assert rows() == ["early"]
+        assert judge.held() == set()
+    finally:
+        observer.execute("DROP TABLE slow")
+        observer.execute("DROP FUNCTION think")
+
+
 # Whose it is to end.
 
 
@@ -220,6 +250,39 @@ def test_sql_that_ends_the_transaction_of_a_failing_body_is_noticed(
     assert isinstance(result.result, (ValueError, LockLost))
     assert rows() == ["early"], "nothing was committed: nothing was tested"
     assert len(lost) == 1, "a failed task's work stays, and nobody is told"
+
+
+@pytest.mark.parametrize("statement", ["COMMIT", "COMMIT; BEGIN"])
+def test_no_fencing_token_is_drawn_without_the_lock(dsn: str, judge: Judge, statement: str) -> None:
+    """It would be higher than the next holder's, and pass the fence that exists for just that."""
+    with pytest.raises(LockLost), advisory_lock(ID, scope="transaction", database_url=dsn) as lock:  # noqa: PT012
+        lock.connection.execute(statement)
+        assert judge.take(ID)
+        with pytest.raises(LockLost, match="ended its transaction"):
+            lock.fencing_token()
+        assert lock.lost
+    judge.give_back()
+
+
+def test_a_fencing_token_is_drawn_under_the_lock(dsn: str) -> None:
+    """The control: each higher than the one before."""
+    tokens = []
+    for _ in range(3):
+        with advisory_lock(ID, scope="transaction", database_url=dsn) as lock:
+            tokens.append(lock.fencing_token())
+    assert tokens == sorted(set(tokens))
+
+
+def test_a_failed_transaction_has_no_fencing_token(dsn: str) -> None:
+    """It is told by an error of ours."""
+    told = False
+    with suppress(psycopg.Error), advisory_lock(ID, scope="transaction", database_url=dsn) as lock:
+        with suppress(psycopg.Error):
+            lock.connection.execute("SELECT 1/0")
+        with pytest.raises(LockUnavailable):
+            lock.fencing_token()
+        told = True
+    assert told
 
 
 def test_a_body_that_leaves_the_transaction_alone_loses_nothing(
@@ -388,6 +451,41 @@ def test_an_idle_transaction_holds_nothing_back(
         assert xmin(control.info.backend_pid) is not None
 
 
+def network_settings(connection: psycopg.Connection) -> list[str]:
+    rows = connection.execute("SELECT setting FROM pg_settings WHERE name LIKE 'tcp\\_%' ORDER BY name")
+    return [setting for (setting,) in rows]
+
+
+@pytest.mark.parametrize("wait", [0, 20], ids=["try", "wait"])
+def test_the_server_waits_for_a_silent_client_as_long_as_for_a_session_s(
+    dsn: str, judge: Judge, wait: float
+) -> None:
+    """A network that falls silent sends no end of the connection, and Linux waits for two hours.
+
+    After the transaction the connection may be another client's.
+    """
+    if wait:
+        judge.take(ID)
+
+    def hold() -> list[list[str]]:
+        seen = []
+        with suppress(LockLost), advisory_lock(ID, wait, scope="transaction", database_url=dsn) as lock:
+            seen.append(network_settings(lock.connection))
+            lock.connection.execute("COMMIT")
+            seen.append(network_settings(lock.connection))
+        return seen
+
+    future = in_thread(hold)
+    if wait:
+        wait_until_waiting(judge, 1)
+        judge.give_back()
+    inside, outside = future.result(timeout=20)
+    with advisory_lock(ID, database_url=dsn):
+        session = keeper_for(Settings(dsn))._session
+        assert inside == network_settings(session._connection) == ["2", "5", "5", "15000"]
+    assert outside == network_settings(judge.observer) != inside
+
+
 # What a role limits.
 
 
@@ -491,6 +589,46 @@ def test_a_conflict_is_waited_for(app: Celery, judge: Judge, rows: Rows) -> None
     assert future.result(timeout=20).state == "SUCCESS"
     assert rows() == ["early"]
     assert judge.sessions() == [pid]
+
+
+def delivered(task: Any, id: str, *, redelivered: bool) -> None:
+    """Do what a worker does with a message."""
+    request = {"id": id, "task": task.name, "retries": 0, "called_directly": False, "headers": {}}
+    build_tracer(task.name, task, app=task.app)(
+        id, (), {}, {**request, "delivery_info": {"redelivered": redelivered}}
+    )
+
+
+@pytest.mark.parametrize("scope", ["session", "transaction"])
+def test_a_copy_of_a_task_that_waited_stores_no_failure_over_it(
+    app: Celery, judge: Judge, scope: str
+) -> None:
+    """It meets its own execution, not a conflict: the state of a task that runs is not the copy's."""
+    app.conf.update(task_track_started=True, task_always_eager=False)
+    ran, leave, id = threading.Semaphore(0), threading.Event(), uuid.uuid4().hex
+
+    @app.task(base=AdvisoryLockedTask, name="book", shared=False, lock_scope=scope, lock_key=lambda: ID,
+              lock_on_conflict="wait", lock_max_wait=2, acks_late=True)  # fmt: skip
+    def book() -> str:
+        ran.release()
+        assert leave.wait(20)
+        return "done"
+
+    judge.take(ID)
+    first = in_thread(lambda: delivered(book, id, redelivered=False))
+    wait_until_waiting(judge, 1)
+    judge.give_back()
+    assert ran.acquire(timeout=10)
+    # As long as a wait would take.
+    copy, until = in_thread(lambda: delivered(book, id, redelivered=True)), time.monotonic() + 3
+    while time.monotonic() < until:
+        assert book.AsyncResult(id).state == "STARTED"
+        time.sleep(0.05)
+    leave.set()
+    for future in (first, copy):
+        future.result(timeout=20)
+    assert book.AsyncResult(id).result == "done"
+    assert not ran.acquire(blocking=False), "it ran twice"
 
 
 @pytest.mark.parametrize("first", ["session", "transaction"])

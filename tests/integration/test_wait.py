@@ -18,11 +18,13 @@ from celery import Celery
 
 from celery_pglock import AdvisoryLockedTask, LockId, LockNotAcquired, advisory_lock, is_skipped
 from celery_pglock.config import settings_of
+from celery_pglock.execution import Execution, settle
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.requests import Answer
 from integration.judge import Judge, eventually
 from integration.rivals import (
+    Stopped,
     descriptors,
     forked,
     in_thread,
@@ -461,6 +463,64 @@ def test_a_place_is_given_back_by_a_wait_that_was_interrupted(app: Celery, judge
         eventually(lambda: judge.held() == {ID}, f"a place is left: {judge.held()}", within=2)
     assert isinstance(f.apply().result, LockNotAcquired)
     judge.give_back()
+
+
+def test_a_place_is_given_back_where_the_interrupt_meets_its_release(
+    app: Celery, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a soft time limit of just as many seconds as the task may wait."""
+    release, interrupts = Keeper.release, iter([Stopped()])
+
+    def release_late(self: Keeper, hold: Hold, **how: Any) -> None:
+        if hold.id != ID and hold.status is hold.Status.HELD:
+            for stopped in interrupts:
+                raise stopped
+        release(self, hold, **how)
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID,
+              lock_on_conflict="wait", lock_max_waiters=1, lock_max_wait=0.1)  # fmt: skip
+    def f(): ...
+
+    judge.take(ID)
+    monkeypatch.setattr(Keeper, "release", release_late)
+    with pytest.raises(Stopped):
+        f.apply(throw=True)
+    assert next(interrupts, None) is None
+    eventually(lambda: judge.held() == {ID}, f"a place is left: {judge.held()}", within=2)
+    judge.give_back()
+
+
+def test_what_was_waited_for_is_given_back_with_the_result_at_last(
+    app: Celery, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where interrupts kept each release before from its work."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID,
+              lock_on_conflict="wait")  # fmt: skip
+    def f() -> None:
+        assert judge.held() >= {ID}
+
+    def stop(*_: object, **__: object) -> None:
+        raise Stopped
+
+    def deliver() -> None:
+        f.push_request(id="1", called_directly=False, is_eager=False, delivery_info={})
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(Execution, "_end", stop)
+                with pytest.raises(Stopped):
+                    f()
+            assert ID in judge.held()
+        finally:
+            settle("1")
+            f.pop_request()
+
+    judge.take(ID)
+    future = in_thread(deliver)
+    wait_until_waiting(judge, 1, ID)
+    judge.give_back()
+    future.result(timeout=20)
+    eventually(lambda: not judge.held(), f"it is left: {judge.held()}", within=2)
 
 
 def test_a_keeper_waits_under_the_settings_of_its_process(app: Celery, judge: Judge) -> None:

@@ -59,3 +59,33 @@ def test_other_statements_say_nothing(statement: str) -> None:
     progress = Progress()
     progress.read(statement)
     assert (progress.until, progress.last) == (None, {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{oops",
+        "until 5",
+        "5",
+        "null",
+        '["until"]',
+        '{"entry": "a"}',
+        '{"until": ""}',
+        '{"until": false}',
+        '{"until": 5}',
+        '{"until": "soon"}',
+        '{"until": "2026-01-01T00:00:00"}',
+        '{"until": "2026-11-30T12:00:00+00:00", "entry": "a"}',
+        '{"until": null, "entry": "a", "due": "2026-01-01T00:00:00"}',
+        "[" * 7900,
+    ],
+    ids=lambda words: words[:40],
+)
+def test_what_nobody_understands_says_nothing(words: str) -> None:
+    """Whoever may connect may tell it, and a note without a time zone could be compared with no other."""
+    progress = Progress()
+    progress.hear(words)
+    assert (progress.until, progress.last) == (None, {})
+    progress.sent_until(NOON)
+    progress.hear(words)
+    assert (progress.until, progress.last) == (NOON, {})
