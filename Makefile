@@ -19,11 +19,11 @@ endif
 
 .PHONY: test demo bench chaos lint types format clean
 
-# Most tests wait most of the time. Each file's tests share servers, and stay together.
+# Most tests wait most of the time.
 JOBS ?= 2
 
 test: .venv/installed
-	$(BIN)/pytest --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
+	$(BIN)/pytest --numprocesses=$(JOBS) --dist=worksteal $(ARGS)
 
 demo: .venv/installed
 	@PYTHONPATH=tools:. $(BIN)/python -m example_project $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -59,7 +60,12 @@ def interrupted_after(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped
 
+    def tell(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is not Stopped:
+            told(unraisable)
+
     previous = signal.signal(signal.SIGALRM, stop)
+    told, sys.unraisablehook = sys.unraisablehook, tell
     # Once more where the first one was lost: Python drops what is raised inside of a `__del__`.
     signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)
     try:
@@ -69,6 +75,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        sys.unraisablehook = told
     raise AssertionError("it ended before it was interrupted: nothing was tested")
 
 
