@@ -93,6 +93,11 @@ def run(beat: ElectedScheduler, seconds: float) -> None:
             time.sleep(wait)
 
 
+def lead(beat: ElectedScheduler) -> None:
+    while "leads" not in repr(beat):
+        beat.tick()
+
+
 def test_the_banner_s_scheduler_opens_nothing(app: Celery, judge: Judge) -> None:
     assert "celery:beat" in ElectedScheduler(app, lazy=True).info
     assert not judge.sessions()
@@ -186,7 +191,7 @@ def test_a_beat_that_is_closed_twice_or_while_it_ticks_hands_over(
 ) -> None:
     """A signal handler closes it wherever it is; the service closes it once more."""
     beat = new_beat()
-    run(beat, 0.3)
+    lead(beat)
 
     def interrupted(self: Noting) -> float:
         beat.close()
@@ -455,7 +460,7 @@ def test_a_note_that_nobody_understands_ends_no_beat(
 ) -> None:
     """Neither who leads nor who follows: all hear the same, and would end at once."""
     leader, follower = new_beat(), new_beat()
-    run(leader, 0.5)
+    lead(leader)
     follower.tick()
     told(observer, note)
     follower.tick()
@@ -476,13 +481,15 @@ def test_any_name_can_be_told_whatever_a_role_thinks_of_backslashes(
         schedule = {name: {"task": "a", "schedule": SECOND} for name in ('a"b', "it's", "\\", "ü")}
         conf = {"pglock_database_url": postgres.url(dbname, user="old"), "beat_schedule": schedule}
         leader, follower = new_beat(**conf), new_beat(**conf)
-        run(leader, 1.5)
+        lead(leader)
         follower.tick()
-        assert len(sent) in (4, 8)
-        run(leader, 1)
+        run(leader, 2)
         leader.close()
         run(follower, 1.5)
-        assert set(Counter(sent).values()) == {4}
+        times = Counter(sent)
+        times.pop(max(times))  # perhaps not all of that slot yet
+        assert len(times) >= 2
+        assert set(times.values()) == {4}
     finally:
         close_all()
         postgres.execute("DROP ROLE old")
@@ -500,8 +507,7 @@ def test_what_a_ledger_refused_is_sent_by_the_next_leader(
     time.sleep(1.05 - time.time() % 1)
     for beat in beats:
         beat.tick()
-    while "leads" not in repr(beats[0]):
-        beats[0].tick()
+    lead(beats[0])
     due = datetime.now(timezone.utc).replace(microsecond=0) + SECOND
     assert not sent
     observer.execute("ALTER TABLE ledger RENAME TO away")
@@ -510,7 +516,7 @@ def test_what_a_ledger_refused_is_sent_by_the_next_leader(
     assert not sent
     judge.end(judge.locks()[0][1])
     observer.execute("ALTER TABLE away RENAME TO ledger")
-    run(beats[1], 1)
+    run(beats[1], 2)
     assert sorted(sent)[:6] == sorted([due, due + SECOND, due + 2 * SECOND] * 2)
     observer.execute("DROP TABLE ledger")
 
@@ -520,7 +526,7 @@ def test_who_resigned_is_news_once(
 ) -> None:
     """It may come together with the grant. As news later on, it would have a server asked without a pause."""
     first, second = (new_beat(pglock_database_url=own_postgres.url()) for _ in "ab")
-    run(first, 0.5)
+    lead(first)
     second.tick()
     first.close()
     second.tick()
@@ -558,7 +564,7 @@ def test_who_was_cut_off_unseen_does_not_lead_on_a_session_that_heard_nothing(
     """The question for the lock finds it out before the watch does: what was told meanwhile was missed."""
     monkeypatch.setattr(Keeper, "_on_end", lambda *_: None)
     leader, cut_off, listens = (new_beat() for _ in range(3))
-    run(leader, 0.5)
+    lead(leader)
     cut_off.tick()
     (pid,) = set(judge.sessions()) - {pid for _, pid in judge.locks()}
     judge.end(pid)
