@@ -49,6 +49,9 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_state, "_task_join_will_block", False)
     yield
     keeper_module.close_all()
+    # Else each would leave a thread and a pipe to this one process.
+    for keeper in keeper_module._keepers.values():
+        keeper.retire()
 
 
 @pytest.fixture
@@ -62,7 +65,7 @@ def new_keeper(judge: Judge, dsn: str) -> Iterator[Callable[..., Keeper]]:
 
     yield new_keeper
     for keeper in keepers:
-        keeper.close()
+        keeper.retire()
     judge.sees_nothing_left()
 
 

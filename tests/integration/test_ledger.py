@@ -131,7 +131,7 @@ def test_a_server_that_can_not_be_reached_is_told_with_its_reason() -> None:
     keeper = Keeper(Settings("postgresql://127.0.0.1:1/nothing"))
     with pytest.raises(LockUnavailable, match="refused"):
         Ledger("ledger", "celery:beat", keeper.run).claim("report", NOON)
-    keeper.close()
+    keeper.retire()
 
 
 def test_a_set_up_that_no_lock_is_safe_in_is_told_to_who_asks_a_ledger(
@@ -141,6 +141,6 @@ def test_a_set_up_that_no_lock_is_safe_in_is_told_to_who_asks_a_ledger(
     keeper = Keeper(Settings(pgbouncer.url(dbname)))
     with pytest.raises(LockSetupError, match="pooler"):
         Ledger("ledger", "celery:beat", keeper.run).run("report", NOON.isoformat(), "first")
-    keeper.close()
+    keeper.retire()
     for pid in judge.sessions():  # the pooler's own, which it keeps
         judge.end(pid)

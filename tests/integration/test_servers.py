@@ -207,7 +207,7 @@ def keeper_there(small_server: PostgreSQL) -> Iterator[Keeper]:
     yield keeper
     if not small_server.running:
         small_server.start()
-    keeper.close()
+    keeper.retire()
 
 
 @pytest.mark.usefixtures("way")
