@@ -628,6 +628,7 @@ def test_a_copy_of_a_task_that_waited_stores_no_failure_over_it(
     for future in (first, copy):
         future.result(timeout=20)
     assert book.AsyncResult(id).result == "done"
+    eventually(lambda: not judge.held(), "a lock is left", within=2)
     assert not ran.acquire(blocking=False), "it ran twice"
 
 
