@@ -51,7 +51,7 @@ def executions() -> Report:
                 "task that asks twice": Contender(run_asking, kept.info.backend_pid),
                 "SELECT 1, twice": Contender(ask_twice, kept.info.backend_pid),
                 "celery-once, lock and clear": Contender(lock_on_redis, redis.pid),
-                "a connection each": Contender(lock_on_a_connection_of_its_own, calls=10, rest=0.1),
+                "a connection each": Contender(lock_on_a_connection_of_its_own, calls=20, rest=0.2),
             }
         )
     return judged(costs["locked task"] - costs["bare task"], costs)
