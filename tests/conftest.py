@@ -13,7 +13,7 @@ import platform
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hypothesis
 import psycopg
@@ -126,6 +126,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("faults")
         elif item.path.name in THOROUGH:
             item.add_marker("thorough")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show why a test was run again: the next run's success must not hide it."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"why {report.nodeid} was run again")
+        terminalreporter.write_line(report.longreprtext)
 
 
 def pytest_report_header() -> list[str]:
