@@ -33,7 +33,7 @@ def test_next_task_of_a_chain_with_one_name_finds_it_free(fleet: Fleet) -> None:
         ]
         results = [each.apply_async() for each in chains]
         kept += results
-        # Looked up, since a subscriber may miss the one notice of a result that was stored, and wait for ever.
+        # Looked up: a subscriber may miss the one notice of a stored result, and wait for ever.
         ids = [result.id for result in results]
         fleet.wait(lambda ids=ids: len(fleet.results(ids)) == len(ids), f"the ends of {names}", 60)
         stored = fleet.results(ids)
