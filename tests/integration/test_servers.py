@@ -259,7 +259,8 @@ class Cutter:
 
     def pump(self, source: socket.socket, target: socket.socket, client: socket.socket) -> None:
         while data := received(source):
-            if source is client and self.cut_next:
+            # Not the goodbye of another session, which may be read late.
+            if source is client and self.cut_next and not data.startswith(b"X"):
                 self.cut_next = False
                 self.ghosts.append(target)
                 target.sendall(data)
