@@ -259,11 +259,10 @@ class Cutter:
 
     def pump(self, source: socket.socket, target: socket.socket, client: socket.socket) -> None:
         while data := received(source):
-            # Not the goodbye of another session, which may be read late.
-            if source is client and self.cut_next and not data.startswith(b"X"):
+            # With the answer in hand, so that the server has done what it was asked.
+            if source is not client and self.cut_next:
                 self.cut_next = False
-                self.ghosts.append(target)
-                target.sendall(data)
+                self.ghosts.append(source)
                 client.shutdown(socket.SHUT_RDWR)
                 client.close()
                 return
