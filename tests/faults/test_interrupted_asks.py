@@ -51,8 +51,10 @@ def test_interrupted_question_leaks_no_lock(mixed: MixedFleet, pool: str) -> Non
             assert result in names or is_skipped(result)
             outcomes["skipped" if is_skipped(result) else "done"] += 1
         else:
-            assert result["exc_type"] == "Pest", result
-            outcomes["interrupted"] += 1
+            # Psycopg takes what arrives while it reads its timeout for a bad value. The task is sent again.
+            swallowed = "connect_timeout" in str(result["exc_message"])
+            assert result["exc_type"] == "Pest" or swallowed, result
+            outcomes["swallowed" if swallowed else "interrupted"] += 1
     pests = Counter(event["question"] for event in mixed.fleet.history.events("pest")[before:])
     print(f"{pool:8} {dict(outcomes)}, interrupts that arrived: {dict(pests)}")
     assert min(pests["acquire"], pests["release"]) > 10
