@@ -124,8 +124,9 @@ class Execution:
             # A successor of its own must not meet what its predecessor leaves behind.
             self._end(success=error is None, linger=not self._kept_back)
         finally:
-            self.clean_up()
+            # Whatever interrupts this: what was kept back is published, after the release.
             try:
+                self.clean_up()
                 self._tell_end()
             finally:
                 for publish in self._kept_back:

@@ -5,8 +5,8 @@ A hold is used once::
     NEW ──▶ HELD ──▶ RELEASED
               └────▶ LOST
 
-It does not know PostgreSQL: the session that granted it moves it from state to state, from the one
-thread or greenlet that talks to the server. Whoever runs under it only reads.
+It does not know PostgreSQL: the session that granted it moves it from state to state, and so do the watch
+that sees the session end and the keeper that lets it linger. Whoever runs under it only reads.
 """
 
 from __future__ import annotations

@@ -284,12 +284,10 @@ class Keeper:
         try:
             self._perform(requests)
         except SessionBroken as exc:
-            if session is not None and session.given_up_at is not None:
-                # The network is silent: a second try would have everybody wait for nothing.
-                refuse(requests, LockUnavailable(str(exc)))
-                return
-            if self._listens is not None:
-                # What was told meanwhile was missed: who listens decides anew.
+            is_silent = session is not None and session.given_up_at is not None
+            if is_silent or self._listens is not None:
+                # On a silent network a second try would have everybody wait for nothing. Who listens has
+                # missed what was told meanwhile, and decides anew.
                 refuse(requests, LockUnavailable(str(exc)))
                 return
             # A server restart between two tasks costs nothing. Releases need no second try: what the
