@@ -138,7 +138,9 @@ class Execution:
         """Release the hold, and let what runs next in this thread or greenlet know nothing of it."""
         if self._interrupt is not None:
             self._interrupt.disarm()
-        leave(self.hold)
+        # A block inside of the body may have been interrupted at its door: it is given back by itself, and
+        # must not cover anybody until then.
+        leave(self.hold, with_inner=True)
         executions = _executions.get()
         if self in executions:
             _executions.set(tuple([each for each in executions if each is not self]))

@@ -22,6 +22,9 @@ TRY_EVERY = 0.1
 class AdvisoryLock:
     """Holds a lock for the length of a block. Used once. Without settings locks are disabled."""
 
+    # Of the class, so that `__del__` finds it in what was interrupted while it was made.
+    _scope: Keeper | Transaction | None = None
+
     def __init__(
         self, settings: Settings | None, hold: Hold, *, wait: float | None, in_transaction: bool, abort: bool
     ) -> None:
@@ -30,7 +33,6 @@ class AdvisoryLock:
         self._wait = wait
         self._in_transaction = in_transaction
         self._abort = abort
-        self._scope: Keeper | Transaction | None = None
         self._interrupt: Interrupt | None = None
         self._used = False
 

@@ -148,11 +148,12 @@ def enter(hold: Hold) -> None:
     _context.set((*_context.get(), hold))
 
 
-def leave(hold: Hold) -> None:
-    """Take back `enter`."""
+def leave(hold: Hold, *, with_inner: bool = False) -> None:
+    """Take back `enter`, if asked to for all that was entered since as well."""
     holds = _context.get()
     if hold in holds:
-        _context.set(tuple([each for each in holds if each is not hold]))
+        place = holds.index(hold)
+        _context.set(holds[:place] if with_inner else holds[:place] + holds[place + 1 :])
 
 
 def covering(hold: Hold) -> Hold | None:

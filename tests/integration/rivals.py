@@ -6,11 +6,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from celery_pglock import LockId
@@ -53,30 +52,37 @@ class Stopped(BaseException):
     """What interrupts a test's own code."""
 
 
-@contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Interrupt the block, in the main thread, as a soft time limit does; it must not end by itself."""
+class interrupted_after:  # noqa: N801 - reads as a context manager does
+    """Interrupt the block, in the main thread, as a soft time limit does; it must not end by itself.
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    A class, since contextlib's generator of Python 3.13 keeps what it swallows in a cycle, and with the
+    traceback the locks of the interrupted block.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __enter__(self) -> None:
+        self.previous = signal.signal(signal.SIGALRM, self.stop)
+        self.told, sys.unraisablehook = sys.unraisablehook, self.tell
+        # Once more where the first one was lost: Python drops what is raised inside of a `__del__`.
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, 0.2)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self.previous)
+        sys.unraisablehook = self.told
+        assert kind is not None, "it ended before it was interrupted: nothing was tested"
+        return kind is Stopped
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
         raise Stopped
 
-    def tell(unraisable: sys.UnraisableHookArgs) -> None:
+    def tell(self, unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_type is not Stopped:
-            told(unraisable)
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    told, sys.unraisablehook = sys.unraisablehook, tell
-    # Once more where the first one was lost: Python drops what is raised inside of a `__del__`.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)
-    try:
-        yield
-    except Stopped:
-        return
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-        sys.unraisablehook = told
-    raise AssertionError("it ended before it was interrupted: nothing was tested")
+            self.told(unraisable)
 
 
 def forked(function: Callable[[], Any]) -> int:

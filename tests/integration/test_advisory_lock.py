@@ -28,6 +28,7 @@ from celery_pglock import (
     LockUnavailable,
     advisory_lock,
     current_lock,
+    is_skipped,
 )
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
@@ -381,6 +382,28 @@ def test_a_body_takes_other_names(app: Celery, judge: Judge, scope: str) -> None
 
     assert f.delay().result is True
     assert judge.held() == set()
+
+
+def test_a_block_that_was_never_left_covers_no_later_body(app: Celery, judge: Judge, scope: str) -> None:
+    """An interrupt at the door of its `__exit__` leaves it so, until the last traceback is gone."""
+    blocks = []
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: LockId(1))
+    def f() -> None:
+        blocks.append(advisory_lock(LockId(2), scope=scope, app=app))
+        blocks[-1].__enter__()
+
+    @app.task(base=AdvisoryLockedTask, name="g", shared=False, lock_key=lambda: LockId(2))
+    def g() -> bool:
+        return True
+
+    f.delay()
+    assert judge.held() == {LockId(2)}
+    assert current_lock() is None
+    assert is_skipped(g.delay().result)
+    blocks.clear()
+    eventually(lambda: not judge.held(), "the block was not given back")
+    assert g.delay().result is True
 
 
 @pytest.mark.parametrize("inner", ["session", "transaction"])
