@@ -57,7 +57,8 @@ def test_interrupted_question_leaks_no_lock(mixed: MixedFleet, pool: str) -> Non
             outcomes["swallowed" if swallowed else "interrupted"] += 1
     pests = Counter(event["question"] for event in mixed.fleet.history.events("pest")[before:])
     print(f"{pool:8} {dict(outcomes)}, interrupts that arrived: {dict(pests)}")
-    assert min(pests["acquire"], pests["release"]) > 10
+    # They come at random: so many at least that something was tested.
+    assert min(pests["acquire"], pests["release"]) >= MESSAGES // 100
     kept = 0 if steady is None else 2  # its name and its identity
     mixed.fleet.wait(lambda: locks(mixed.observer) == kept, f"{pool}: only the steady body's locks", 3)
     if steady is not None:

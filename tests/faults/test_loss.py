@@ -36,10 +36,12 @@ def mixed(postgres: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield mixed
 
 
-def lose(observer: psycopg.Connection, name: str) -> None:
-    """End the session that holds a name."""
-    (backend,) = holders(observer, name)
-    observer.execute("SELECT pg_terminate_backend(%s)", [backend])
+def lose(observer: psycopg.Connection, *names: str) -> None:
+    """End the sessions that hold these names. The holds of one process go together."""
+    backends = {backend for name in names for backend in holders(observer, name)}
+    assert backends, f"nobody holds {names}"
+    for backend in backends:
+        observer.execute("SELECT pg_terminate_backend(%s)", [backend])
 
 
 def batches(kinds: tuple[str, ...], size: int) -> Iterator[tuple[str, ...]]:
@@ -63,10 +65,7 @@ def test_body_is_stopped_when_its_lock_is_lost(mixed: MixedFleet, pool: str) -> 
         for name in batch:
             mixed.fleet.running(name)
         struck = time.monotonic()
-        for name in batch:
-            # The holds of one process go together.
-            if holders(mixed.observer, name):
-                lose(mixed.observer, name)
+        lose(mixed.observer, *batch)
         for name, result in zip(batch, results, strict=True):
             error = result.get(timeout=10, propagate=False)
             assert isinstance(error, LockLost), f"{name}: {error!r}"
