@@ -18,16 +18,15 @@ from celery import Celery
 from celery.beat import Scheduler
 from celery.schedules import solar
 
-from celery_pglock import beat as beat_module
-from celery_pglock import slots
-from celery_pglock import term as term_module
-from celery_pglock.beat import ElectedScheduler
+from celery_pglock.beat import ElectedScheduler, slots
+from celery_pglock.beat import scheduler as scheduler_module
+from celery_pglock.beat import term as term_module
+from celery_pglock.beat.progress import Progress
+from celery_pglock.beat.term import Term
 from celery_pglock.locks import leader as leader_module
 from celery_pglock.locks.keeper import Keeper, close_all
 from celery_pglock.locks.keys import id_of
 from celery_pglock.locks.leader import Candidate
-from celery_pglock.progress import Progress
-from celery_pglock.term import Term
 from integration.judge import Judge, eventually
 from localservers import PgBouncer, PostgreSQL
 
@@ -71,7 +70,7 @@ def new_beat(
 
     def new_beat(clock: float = 0.0, **conf: Any) -> ElectedScheduler:
         app.conf.update(conf)
-        for module in (term_module, beat_module):
+        for module in (term_module, scheduler_module):
             monkeypatch.setattr(
                 module, "utcnow", lambda: datetime.now(timezone.utc) + timedelta(seconds=clock)
             )
@@ -398,7 +397,7 @@ def test_a_signal_waits_until_a_send_is_told(
 
 def test_a_poll_is_shorter_than_the_server_s_patience(new_beat: Callable[..., ElectedScheduler]) -> None:
     """The server ends a leader's session that says nothing for so long."""
-    assert new_beat(pglock_beat_poll=60).max_interval < beat_module.WEDGED_AFTER / 2
+    assert new_beat(pglock_beat_poll=60).max_interval < scheduler_module.WEDGED_AFTER / 2
     assert new_beat(pglock_freeze_timeout=3).max_interval == 1
 
 

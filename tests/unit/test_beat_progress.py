@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from celery_pglock.progress import Progress
+from celery_pglock.beat.progress import Progress
 
 NOON = datetime(2026, 11, 30, 12, tzinfo=timezone.utc)
 SECOND = timedelta(seconds=1)

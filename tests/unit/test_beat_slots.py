@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from celery.schedules import crontab, schedule, solar
 
-from celery_pglock import slots
+from celery_pglock.beat import slots
 
 BERLIN = ZoneInfo("Europe/Berlin")
 

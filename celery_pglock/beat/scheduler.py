@@ -41,12 +41,13 @@ from celery import Celery
 from celery.beat import Scheduler
 from celery.utils.imports import symbol_by_name
 
-from .advisory import new_hold
-from .config import beat_settings_of, settings_of
-from .locks.errors import LockError
-from .locks.leader import WARN_EVERY, Candidate
-from .locks.ledger import Ledger
-from .locks.settings import Settings
+from celery_pglock.advisory import new_hold
+from celery_pglock.config import beat_settings_of, settings_of
+from celery_pglock.locks.errors import LockError
+from celery_pglock.locks.leader import WARN_EVERY, Candidate
+from celery_pglock.locks.ledger import Ledger
+from celery_pglock.locks.settings import Settings
+
 from .progress import Progress
 from .term import Term, utcnow
 

@@ -26,11 +26,12 @@ from celery.beat import Scheduler
 from celery.schedules import schedstate
 from celery.utils.time import maybe_make_aware
 
+from celery_pglock.delivery import SLOT_HEADER
+from celery_pglock.locks.errors import LockError, LockLost
+from celery_pglock.locks.leader import Candidate
+from celery_pglock.locks.ledger import Ledger
+
 from . import slots
-from .delivery import SLOT_HEADER
-from .locks.errors import LockError, LockLost
-from .locks.leader import Candidate
-from .locks.ledger import Ledger
 from .progress import Progress
 
 __all__ = ["Term", "utcnow"]
