@@ -92,6 +92,7 @@ class ElectedScheduler:
             pings=False,
         )
         self._term: Term | None = None
+        self._last_term: Term | None = None
         #: What was sent, by this beat or by the leaders it followed.
         self._progress = Progress()
         self._candidate.listen(self._progress.hear)
@@ -181,6 +182,8 @@ class ElectedScheduler:
 
     def _look(self) -> None:
         self._candidate.look()
+        if self._last_term is not None and self._candidate.listens:
+            self._last_term.record_late()
         self._follow()
         self._polls_to_listen = NEWCOMER_LISTENS if self._progress.until is None else 1
 
@@ -232,6 +235,7 @@ class ElectedScheduler:
         term, self._term = self._term, None
         if term is not None:
             term.end(still_leads=False)
+            self._last_term = term
         self._candidate.resign()
         if error is None:
             logger.warning("this beat leads no longer: %s", reason)

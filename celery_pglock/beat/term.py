@@ -65,6 +65,8 @@ class Term:
         #: The slot that each entry may send now, and the last one that it has.
         self._granted: dict[str, datetime] = {}
         self._sent: dict[str, datetime] = {}
+        #: What the broker has and the ledger has not.
+        self._unrecorded: dict[str, datetime] = {}
         #: The slot after that one, as far as it is known.
         self._next: dict[str, datetime] = {}
         self._clean_at = 0.0
@@ -205,9 +207,7 @@ class Term:
                         with_slot(entry, slot, self._ledger), producer=producer, advance=False, **options
                     )
             except LockLost:
-                logger.warning(
-                    "entry %r: its publishing hung, and was stopped since the lock was lost", entry.name
-                )
+                logger.warning("entry %r: its publishing was stopped, since the lock was lost", entry.name)
                 return None
             words = self._progress.sent(entry.name, slot)
             if self._ledger is not None:
@@ -217,11 +217,23 @@ class Term:
         return result
 
     def _record(self, ledger: Ledger, name: str, slot: datetime) -> None:
+        # The message is out. If the lock goes with the answer, the next leader would send the slot again.
+        self._unrecorded[name] = slot
         try:
             ledger.record(name, slot)
         except LockError as exc:
-            # The message is out. If the lock is gone with it, the next leader sends the slot again.
             self._candidate.warn(exc)
+        else:
+            del self._unrecorded[name]
+
+    def record_late(self) -> None:
+        """Record what could not be recorded in time, on a later session.
+
+        Where a restart of PostgreSQL has ended all sessions, nobody leads before a poll has passed.
+        """
+        for name, slot in list(self._unrecorded.items()):
+            if self._ledger is not None:
+                self._record(self._ledger, name, slot)
 
 
 @contextmanager

@@ -80,7 +80,9 @@ def test_two_plain_beats_send_twice(beats: Beats) -> None:
     """The control: what Celery's own beat does."""
     for _ in range(2):
         beats.start(command=("beat",))
-    wait_for(lambda: set(counts_by_sender(beats.reader.sends).values()) > {3}, "both send", 20)
+    wait_for(
+        lambda: sum(sent > 2 for sent in counts_by_sender(beats.reader.sends).values()) == 2, "two senders"
+    )
 
 
 def counts_by_sender(sends: list[Send]) -> Counter[str]:
@@ -372,7 +374,7 @@ def test_a_leader_whose_publishing_hangs_loses_its_lock(make_beats: BeatsMaker, 
         hung = time.time()
         assert second.wait_leading(15) - hung < 5
         beats.reader.wait(30, since=hung)
-        wait_for(lambda: "its publishing hung, and was stopped" in first.text(), first.text)
+        wait_for(lambda: "its publishing was stopped, since" in first.text(), first.text)
         assert not first.leads()
         assert not beats.missing()
         proxy.resume()

@@ -27,6 +27,7 @@ from celery_pglock.locks import leader as leader_module
 from celery_pglock.locks.keeper import Keeper, close_all
 from celery_pglock.locks.keys import id_of
 from celery_pglock.locks.leader import Candidate
+from celery_pglock.locks.ledger import Ledger
 from integration.judge import Judge, eventually
 from localservers import PgBouncer, PostgreSQL
 
@@ -518,6 +519,40 @@ def test_what_a_ledger_refused_is_sent_by_the_next_leader(
     run(beats[1], 2)
     assert sorted(sent)[:6] == sorted([due, due + SECOND, due + 2 * SECOND] * 2)
     observer.execute("DROP TABLE ledger")
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["recorded", "control"])
+def test_what_was_sent_before_a_restart_of_the_server_is_recorded_late(
+    new_beat: Callable[..., ElectedScheduler],
+    own_postgres: PostgreSQL,
+    sent: list[datetime],
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
+) -> None:
+    """Where the server goes away between the broker's answer and its own."""
+    if not late:
+        monkeypatch.setattr(Term, "record_late", lambda _: None)
+    leader, follower = (
+        new_beat(pglock_beat_ledger="ledger", pglock_database_url=own_postgres.url()) for _ in "ab"
+    )
+    follower.tick()
+    lead(leader)
+    run(leader, 1.2)
+    record = Ledger.record
+
+    def stop_and_record(self: Ledger, *slot: Any) -> None:
+        monkeypatch.setattr(Ledger, "record", record)
+        own_postgres.stop()
+        record(self, *slot)
+
+    monkeypatch.setattr(Ledger, "record", stop_and_record)
+    while "leads" in repr(leader):
+        time.sleep(max(0.0, leader.tick()))
+    own_postgres.start()
+    leader.tick()
+    lead(follower)
+    run(follower, 1.2)
+    assert max(Counter(sent).values()) == (1 if late else 2)
 
 
 def test_who_resigned_is_news_once(

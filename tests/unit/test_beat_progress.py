@@ -77,12 +77,16 @@ def test_other_statements_say_nothing(statement: str) -> None:
         '{"until": "2026-01-01T00:00:00"}',
         '{"until": "2026-11-30T12:00:00+00:00", "entry": "a"}',
         '{"until": null, "entry": "a", "due": "2026-01-01T00:00:00"}',
+        '{"until": "2926-01-01T00:00:00+00:00"}',
+        '{"until": null, "entry": "a", "due": "2926-01-01T00:00:00+00:00"}',
         "[" * 7900,
     ],
     ids=lambda words: words[:40],
 )
 def test_what_nobody_understands_says_nothing(words: str) -> None:
-    """Whoever may connect may tell it, and a note without a time zone could be compared with no other."""
+    """Whoever may connect may tell it. Without a time zone it could be compared with no other note, and one
+    from the future would keep every beat from sending until then.
+    """
     progress = Progress()
     progress.hear(words)
     assert (progress.until, progress.last) == (None, {})
