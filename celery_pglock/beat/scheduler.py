@@ -43,8 +43,8 @@ from celery.utils.imports import symbol_by_name
 
 from celery_pglock.advisory import new_hold
 from celery_pglock.config import beat_settings_of, settings_of
+from celery_pglock.locks.candidate import WARN_EVERY, Candidate
 from celery_pglock.locks.errors import LockError
-from celery_pglock.locks.leader import WARN_EVERY, Candidate
 from celery_pglock.locks.ledger import Ledger
 from celery_pglock.locks.settings import Settings
 

@@ -27,8 +27,8 @@ from celery.schedules import schedstate
 from celery.utils.time import maybe_make_aware
 
 from celery_pglock.delivery import SLOT_HEADER
+from celery_pglock.locks.candidate import Candidate
 from celery_pglock.locks.errors import LockError, LockLost
-from celery_pglock.locks.leader import Candidate
 from celery_pglock.locks.ledger import Ledger
 
 from . import slots

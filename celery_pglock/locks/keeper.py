@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
-from .interrupt import INTERRUPT_EVERY, Interrupt, native_poll
+from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .owner import Owner
 from .probe import prove_exclusion
@@ -83,7 +82,6 @@ class Keeper:
         self._pay_at: float | None = None
         #: Holds whose bodies are over, and that stay taken until their time is up.
         self._lingering: list[tuple[float, Hold]] = []
-        self._listens: tuple[str, Callable[[str], object]] | None = None
         if not shared:
             _alone.add(self)
 
@@ -149,54 +147,6 @@ class Keeper:
         self._lingering.append((time.monotonic() + hold.min_hold - hold.seconds_held, hold))
         hold._released()
         self._watch.wake()
-
-    def release_kept(self, hold: Hold) -> None:
-        """Release a hold and keep the session for the next one."""
-        if hold.status is hold.Status.HELD:
-            self._ask(Release(hold))
-
-    def listen(self, channel: str, told: Callable[[str], object]) -> None:
-        """Hand on what is told on a channel of the database, with each answer and in `hear`.
-
-        For a keeper of one asker alone. What is told while there is no session is missed.
-        """
-        self._listens = channel, told
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a session."""
-        return self._session is not None
-
-    def hear(self, seconds: float) -> bool:
-        """Wait until something is told, for so long at most. False where there is no session to hear it."""
-        session = self._session
-        if session is None:
-            return False
-        poll = native_poll()
-        poll.register(session.socket, select.POLLIN)
-        if not poll.poll(seconds * 1000):
-            return True
-        with self._statement:
-            if self._session is not session:
-                return False
-            try:
-                session.hear()
-            except SessionBroken as exc:
-                self._drop_session(str(exc))
-                return False
-        return True
-
-    def campaign(self, hold: Hold) -> tuple[Acquire, FindHolder, FindStatement]:
-        """Try to acquire a hold, and ask with the same statement who has it and what he said last."""
-        asked = Acquire(hold), FindHolder(hold.id), FindStatement(hold.id)
-        self._answer(asked)
-        return asked
-
-    def look(self, id: LockId) -> tuple[FindHolder, FindStatement]:
-        """Ask who holds an id and what he said last."""
-        asked = FindHolder(id), FindStatement(id)
-        self._answer(asked)
-        return asked
 
     def run(self, statement: Statement) -> None:
         """Run a statement that is no question about locks."""
@@ -284,22 +234,23 @@ class Keeper:
         try:
             self._perform(requests)
         except SessionBroken as exc:
-            is_silent = session is not None and session.given_up_at is not None
-            if is_silent or self._listens is not None:
-                # On a silent network a second try would have everybody wait for nothing. Who listens has
-                # missed what was told meanwhile, and decides anew.
+            if session is not None and session.given_up_at is not None:
+                # On a silent network a second try would have everybody wait for nothing.
                 refuse(requests, LockUnavailable(str(exc)))
                 return
-            # A server restart between two tasks costs nothing. Releases need no second try: what the
-            # broken session held is free.
-            self._perform_anew([request for request in requests if isinstance(request, Acquire)])
+            self._perform_anew(requests, str(exc))
 
-    def _perform_anew(self, requests: Sequence[Acquire]) -> None:
+    def _perform_anew(self, requests: Sequence[Request], reason: str) -> None:  # noqa: ARG002
+        """Ask again on a new session, once: a server restart between two tasks costs nothing.
+
+        Releases need no second try: what the broken session held is free.
+        """
+        acquires = [request for request in requests if isinstance(request, Acquire)]
         try:
-            self._perform(requests)
+            self._perform(acquires)
         except SessionBroken as exc:
-            refuse(requests, LockUnavailable(str(exc)))
-        for request in requests:
+            refuse(acquires, LockUnavailable(str(exc)))
+        for request in acquires:
             # The broken session may live on for the server for a while, with the lock granted to it: a
             # refusal can come from ourselves, and must not pass for a conflict.
             if request.answer in (Answer.CONFLICT, Answer.SAME_EXECUTION):
@@ -346,8 +297,6 @@ class Keeper:
         try:
             session.set_up()
             prove_exclusion(session, self._settings)
-            if self._listens is not None:
-                session.listen(*self._listens)
         except LockError as exc:
             self._drop_session(str(exc))
             raise

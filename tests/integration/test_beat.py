@@ -23,10 +23,10 @@ from celery_pglock.beat import scheduler as scheduler_module
 from celery_pglock.beat import term as term_module
 from celery_pglock.beat.progress import Progress
 from celery_pglock.beat.term import Term
-from celery_pglock.locks import leader as leader_module
+from celery_pglock.locks import candidate as candidate_module
+from celery_pglock.locks.candidate import Candidate
 from celery_pglock.locks.keeper import Keeper, close_all
 from celery_pglock.locks.keys import id_of
-from celery_pglock.locks.leader import Candidate
 from celery_pglock.locks.ledger import Ledger
 from integration.judge import Judge, eventually
 from localservers import PgBouncer, PostgreSQL
@@ -416,7 +416,7 @@ def test_nothing_is_sent_by_a_beat_of_a_standby(
             run(beat, 1.0)
             assert [record.levelname for record in caplog.records] == ["WARNING"]
             assert "standby" in caplog.text
-            monkeypatch.setattr(leader_module, "WARN_EVERY", 0.5)
+            monkeypatch.setattr(candidate_module, "WARN_EVERY", 0.5)
             run(beat, 1.2)
         assert 2 <= len(caplog.records) <= 4
         assert not sent

@@ -1,0 +1,255 @@
+"""One who wants to lead: a lock that is campaigned for, and what leaders tell those who follow.
+
+A leader tells by NOTIFY: what PostgreSQL has acknowledged there reaches all that listen, before any of them
+gets the lock. Who comes later finds the leader's last statement in ``pg_stat_activity``.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from .errors import LockError, LockUnavailable
+from .hold import Hold
+from .interrupt import native_poll
+from .keeper import Keeper
+from .keys import LockId
+from .requests import Acquire, Answer, FindHolder, FindStatement, Release, Request, Statement, refuse
+from .server import SessionBroken
+from .session import Session
+from .settings import Settings
+
+__all__ = ["WARN_EVERY", "Candidate"]
+
+logger = logging.getLogger(__name__)
+
+#: What a leader tells last.
+RESIGNED = "resigned"
+
+#: Seconds between two warnings that PostgreSQL can't be asked.
+WARN_EVERY = 60.0
+
+
+class Candidate:
+    """Campaigns for one lock on a session of its own. Whoever uses it says when."""
+
+    def __init__(self, settings: Settings | None, hold: Callable[[], Hold], *, pings: bool = True) -> None:
+        """``hold`` makes one for each term. Without settings locks are disabled, and everybody leads.
+
+        With ``pings`` False a leader that does not `confirm` within ``freeze_timeout`` leads no longer.
+        """
+        self._keeper = ListeningKeeper(settings, pings=pings) if settings is not None else None
+        self._new_hold = hold
+        #: Where leaders `tell`, if anybody listens.
+        self._channel: str | None = None
+        #: Whether somebody has just resigned.
+        self._is_vacant = False
+        self.term: Hold | None = None
+        #: Who leads instead, in words, and the last statement of his session.
+        self.rival: str | None = None
+        self.rival_says: str | None = None
+        self._warned_at: float | None = None
+
+    @property
+    def is_real(self) -> bool:
+        """Whether there is a lock at all, or locks are disabled."""
+        return self._keeper is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether the lock is held, as far as is known."""
+        return self.term is not None and self.term.status is self.term.Status.HELD
+
+    def campaign(self) -> bool:
+        """Ask for the lock once."""
+        hold = self._new_hold()
+        if self._keeper is None:
+            hold._granted(slot=0)
+            self.term = hold
+            return True
+        asked, holder, statement = self._keeper.campaign(hold)
+        self._is_vacant = False
+        if asked.answer is Answer.GRANTED:
+            self.term = hold
+        else:
+            self.rival, self.rival_says = holder.holder, statement.statement
+        if asked.error is not None:
+            self.warn(asked.error)
+        return self.leads
+
+    def look(self) -> None:
+        """See who leads, and do not ask for the lock."""
+        if self._keeper is not None:
+            holder, statement = self._keeper.look(self._new_hold().id)
+            self._is_vacant = False
+            self.rival, self.rival_says = holder.holder, statement.statement
+            if statement.error is not None:
+                self.warn(statement.error)
+
+    def confirm(self, note: str) -> bool:
+        """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads.
+
+        It is asked by a note: the last one is to be read at any time.
+        """
+        return self.tell(note)
+
+    def listen(self, told: Callable[[str], object]) -> None:
+        """Hand on what leaders `tell` the others, from the next session on."""
+        if self._keeper is not None:
+            self._channel = "pglock:" + ":".join(map(str, self._new_hold().id))
+            self._keeper.listen(self._channel, lambda note: self._hear(note, told))
+
+    @property
+    def listens(self) -> bool:
+        """Whether all that was told since the last question was heard, or locks are disabled."""
+        return self._keeper is None or self._keeper.is_open
+
+    def _hear(self, note: str, told: Callable[[str], object]) -> None:
+        if note == RESIGNED:
+            self._is_vacant = True
+        else:
+            told(note)
+
+    def rest(self, seconds: float, *, patiently: bool = False) -> float:
+        """Listen until the next poll, or until a leader resigns unless ``patiently``.
+
+        Returns the seconds left to sleep.
+        """
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self._is_vacant and not patiently:
+                # News once: a server that goes away now must not be asked again and again.
+                self._is_vacant = False
+                return 0.0
+            if self._keeper is None or not self._keeper.hear(left):
+                return left
+        return 0.0
+
+    def tell(self, note: str) -> bool:
+        """Tell the others how far this leader has come, and whether it still leads.
+
+        All that listen have it when this returns, whatever becomes of this process; who comes later finds it
+        as `rival_says` until the next statement.
+        """
+        if self.leads:
+            self._notify(note)
+        return self.leads
+
+    def _notify(self, note: str) -> None:
+        if self._channel is None:
+            return
+        escaped = note.replace("'", "''")
+        told = Statement(f"NOTIFY \"{self._channel}\", '{escaped}'")
+        self.run(told)
+        if told.error is not None:
+            logger.warning("what this leader has done could not be told: %s", told.error)
+
+    def run(self, statement: Statement) -> None:
+        """Run a statement on the session of the lock. Who leads after it succeeded, did so meanwhile."""
+        if self._keeper is not None:
+            self._keeper.run(statement)
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """What a piece of work runs in that is stopped by `LockLost` if the lock is lost meanwhile."""
+        if self._keeper is None or self.term is None:
+            return nullcontext()
+        return self._keeper.interrupt_for(self.term)
+
+    def resign(self) -> None:
+        """Give the lock back, so that another can lead at once."""
+        term, self.term = self.term, None
+        if term is None or self._keeper is None:
+            return
+        self._keeper.release_kept(term)
+
+    def close(self) -> None:
+        """Resign for good, and wake the others."""
+        term = self.term
+        self.resign()
+        # Not when it resigns since it can't work: where nobody can, they would wake each other in turns.
+        if term is not None and term.status is term.Status.RELEASED:
+            self._notify(RESIGNED)
+        if self._keeper is not None:
+            self._keeper.retire()
+
+    def warn(self, error: LockError) -> None:
+        """Log why nobody can lead, once and then at most once a minute."""
+        if self._warned_at is None or time.monotonic() - self._warned_at >= WARN_EVERY:
+            self._warned_at = time.monotonic()
+            logger.warning("this process can't lead: %s", error)
+
+
+class ListeningKeeper(Keeper):
+    """The keeper of one asker alone, who hears what is told on a channel of the database."""
+
+    def __init__(self, settings: Settings, *, pings: bool) -> None:
+        super().__init__(settings, shared=False, pings=pings)
+        self._listens: tuple[str, Callable[[str], object]] | None = None
+
+    def release_kept(self, hold: Hold) -> None:
+        """Release a hold and keep the session for the next one."""
+        if hold.status is hold.Status.HELD:
+            self._ask(Release(hold))
+
+    def listen(self, channel: str, told: Callable[[str], object]) -> None:
+        """Hand on what is told on a channel of the database, with each answer and in `hear`.
+
+        What is told while there is no session is missed.
+        """
+        self._listens = channel, told
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a session."""
+        return self._session is not None
+
+    def hear(self, seconds: float) -> bool:
+        """Wait until something is told, for so long at most. False where there is no session to hear it."""
+        session = self._session
+        if session is None:
+            return False
+        poll = native_poll()
+        poll.register(session.socket, select.POLLIN)
+        if not poll.poll(seconds * 1000):
+            return True
+        with self._statement:
+            if self._session is not session:
+                return False
+            try:
+                session.hear()
+            except SessionBroken as exc:
+                self._drop_session(str(exc))
+                return False
+        return True
+
+    def campaign(self, hold: Hold) -> tuple[Acquire, FindHolder, FindStatement]:
+        """Try to acquire a hold, and ask with the same statement who has it and what he said last."""
+        asked = Acquire(hold), FindHolder(hold.id), FindStatement(hold.id)
+        self._answer(asked)
+        return asked
+
+    def look(self, id: LockId) -> tuple[FindHolder, FindStatement]:
+        """Ask who holds an id and what he said last."""
+        asked = FindHolder(id), FindStatement(id)
+        self._answer(asked)
+        return asked
+
+    def _new_session(self) -> Session:
+        session = super()._new_session()
+        try:
+            if self._listens is not None:
+                session.listen(*self._listens)
+        except LockError as exc:
+            self._drop_session(str(exc))
+            raise
+        return session
+
+    def _perform_anew(self, requests: Sequence[Request], reason: str) -> None:
+        """Ask no second time: who listens has missed what was told meanwhile, and decides anew."""
+        if self._listens is None:
+            super()._perform_anew(requests, reason)
+        else:
+            refuse(requests, LockUnavailable(reason))
