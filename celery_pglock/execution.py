@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -64,7 +65,8 @@ class Execution:
         self.scope = Transaction(settings) if options.in_transaction else keeper_for(settings)
         self.hold = hold_for(options, settings.namespace, args, kwargs)
         self.identity = self._identity(settings.namespace)
-        self._kept_back: list[Callable[[], Any]] = []
+        self._kept_back: deque[Callable[[], Any]] = deque()
+        self._has_successor = False
         self._granted_by = self.scope
         self.too_many_waited = False
         self.seconds_in_queue = 0.0
@@ -120,17 +122,9 @@ class Execution:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        try:
-            # A successor of its own must not meet what its predecessor leaves behind.
-            self._end(success=error is None, linger=not self._kept_back)
-        finally:
-            # Whatever interrupts this: what was kept back is published, after the release.
-            try:
-                self.clean_up()
-                self._tell_end()
-            finally:
-                for publish in self._kept_back:
-                    publish()
+        # A successor of its own must not meet what its predecessor leaves behind.
+        self._end(success=error is None, linger=not self._has_successor)
+        self.clean_up()
         if error is None and not self._goes_on:
             self.hold.check()
 
@@ -150,12 +144,17 @@ class Execution:
         self._over = True
 
     def clean_up(self) -> None:
-        """Do what an interrupt inside of `__exit__` may have left undone.
+        """Do what is left of its end: all of it, where an interrupt came at the door of `__exit__`.
 
         A hold that stays in the context would let the next execution of its name run without a lock.
         """
         if not self._over:
             self._end(success=False, linger=False)
+        if self._started:
+            self._started = False
+            self._tell_end()
+        while self._kept_back:
+            self._kept_back.popleft()()
 
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""
@@ -238,7 +237,7 @@ class Execution:
         Not one that has published its own successor, or wants none.
         """
         wanted = self.options.on_lost == "retry" and not isinstance(error, TaskPredicate)
-        return self.hold.lost and wanted and not self._kept_back
+        return self.hold.lost and wanted and not self._has_successor
 
     def keep_back_retry(self, signature: Signature) -> None:
         """Let a signature that ``retry()`` is about to publish wait for the release."""
@@ -253,10 +252,11 @@ class Execution:
             except Exception as exc:
                 raise Reject(exc, requeue=False) from exc
 
-        vars(signature)["apply_async"] = lambda: self._kept_back.append(publish_as_retry_does)
+        vars(signature)["apply_async"] = lambda: self.keep_back(publish_as_retry_does)
 
     def keep_back(self, publish: Callable[[], Any]) -> None:
         """Call ``publish`` once the name is free."""
+        self._has_successor = True
         self._kept_back.append(publish)
 
     def _was_finished_before(self, answer: Answer) -> bool:
@@ -274,8 +274,6 @@ class Execution:
 
     def _tell_end(self) -> None:
         hold = self.hold
-        if not self._started:
-            return
         if hold.lost:
             logger.warning("lock %r was lost after %.1f s", hold.label, hold.seconds_held, extra=self.extra)
             signals.lock_lost.send(sender=self.task, lock=hold, held=hold.seconds_held)

@@ -14,9 +14,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from .errors import LockError, LockUnavailable
 from .hold import Hold
-from .interrupt import native_poll
 from .keeper import Keeper
 from .keys import LockId
+from .native import native_poll
 from .requests import Acquire, Answer, FindHolder, FindStatement, Release, Request, Statement, refuse
 from .server import SessionBroken
 from .session import Session

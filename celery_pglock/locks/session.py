@@ -22,8 +22,8 @@ import psycopg
 from .errors import LockSetupError
 from .hold import Hold
 from .holders import Expression, holder_query, id_from_pg_locks, statement_query
-from .interrupt import native_poll
 from .keys import LockId
+from .native import native_poll
 from .requests import (
     Acquire,
     Answer,

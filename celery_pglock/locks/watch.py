@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from .interrupt import native_caller, native_poll
+from .native import native_caller, native_poll
 
 __all__ = ["Watch"]
 
@@ -41,14 +41,14 @@ class Watch:
         self._woken, self._wake = os.pipe()
         self._pipe = threading.Lock()
         self._stopped = self._closed = False
-        self._thread: threading.Thread | None = None
+        #: Held by the thread that serves.
+        self._serving = threading.Lock()
 
     def look_at(self, socket: int, whose: object) -> None:
         """Watch this socket from now on, and no other."""
         self._target = (socket, whose)
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._serve, name="pglock-watch", daemon=True)
-            self._thread.start()
+        if not self._serving.locked():
+            threading.Thread(target=self._serve, name="pglock-watch", daemon=True).start()
         self.wake()
 
     def look_away(self) -> None:
@@ -67,10 +67,10 @@ class Watch:
         if self._stopped:
             return
         self._stopped = True
-        if self._thread is None:
-            self._close()
-        else:
+        if self._serving.locked():
             self.wake()
+        else:
+            self._close()
 
     def disown(self) -> None:
         """Give the pipe back in a forked child: no thread waits on it there, and locks may never be free."""
@@ -84,6 +84,14 @@ class Watch:
             self.disown()
 
     def _serve(self) -> None:
+        # Whoever was interrupted while it started us may start a second one, and a pipe has one reader.
+        if self._serving.acquire(blocking=False):
+            try:
+                self._watch()
+            finally:
+                self._serving.release()
+
+    def _watch(self) -> None:
         native_call, give_back = native_caller()
         while not self._stopped:
             pause = self._pause()

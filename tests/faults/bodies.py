@@ -111,7 +111,16 @@ def until_lost(task: Any, seconds: float, alive: Alive) -> None:
     steps(task, 0.3, alive)
 
 
-BODIES = {body.__name__: body for body in (sleep, steps, sql, child, swallow, stubborn, check, until_lost)}
+def retried(task: Any, seconds: float, alive: Alive) -> None:
+    """Have a successor in any case, and go on."""
+    if not task.request.retries:
+        task.retry(countdown=0, throw=False)
+        steps(task, seconds, alive)
+
+
+BODIES = {
+    body.__name__: body for body in (sleep, steps, sql, child, swallow, stubborn, check, until_lost, retried)
+}
 
 
 def losing(name: str, policy: str, **options: Any) -> None:

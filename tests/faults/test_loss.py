@@ -109,6 +109,17 @@ def test_body_that_wants_to_is_published_again(mixed: MixedFleet, pool: str) -> 
     assert told(mixed, pool, name) == (1, 1)
 
 
+def test_body_with_a_successor_has_no_second_one(mixed: MixedFleet) -> None:
+    """What it has published in its own place is what runs after the loss."""
+    name = "a successor"
+    result = mixed.send("prefork", "lost_retry", name, "retried")
+    mixed.fleet.running(name)
+    lose(mixed.observer, name)
+    mixed.fleet.wait(lambda: len(mixed.fleet.history.runs(name)) > 1, "its successor")
+    time.sleep(2)  # a second one, after a countdown of a second
+    assert len(mixed.fleet.history.runs(name, task_id=result.id)) == 2
+
+
 @pytest.mark.parametrize("pool", POOLS)
 def test_body_that_wants_to_goes_on(mixed: MixedFleet, pool: str) -> None:
     """``lock_on_lost="continue"``, the control of the interrupt: the body is told, and its result stays."""

@@ -29,7 +29,7 @@ from kombu.utils.uuid import uuid
 import celery_pglock
 from celery_pglock import AdvisoryLockedTask, LockId, current_lock
 from celery_pglock.config import settings_of
-from celery_pglock.execution import settle
+from celery_pglock.execution import kept_back_by, settle
 from celery_pglock.locks import process
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
@@ -211,6 +211,36 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
                 judge.end(pid)
     assert 50 < n < 1000
     assert not left, "\n".join(left)
+
+
+def test_an_interrupt_at_any_line_loses_nothing_that_was_kept_back(
+    make: Callable[[LockId], Any], keeper: Keeper, judge: Judge, way: str
+) -> None:
+    """What a body publishes in its own place is published once, but for an interrupt of the publishing."""
+    task, kept, published = make(ID), [], []
+
+    def body() -> None:
+        number = len(kept)
+        kept_back_by(task.request).keep_back(lambda: published.append(number))
+        kept.append(number)
+
+    task.run = body
+
+    def interrupt(n: int) -> str:
+        tracer = Tracer(n)
+        execution(task, lambda: tracer.during(task))
+        return tracer.place
+
+    lost = []
+    for n in range(1, 2000):
+        place = contextvars.copy_context().run(interrupt, n)
+        if not place:
+            break
+        if published != kept:
+            lost.append(place)
+            published[:] = kept
+    assert 50 < n < 1000
+    assert not lost, "\n".join(lost)
 
 
 def test_a_signal_in_a_task_leaks_no_lock(

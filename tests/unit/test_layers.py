@@ -42,13 +42,13 @@ def is_late(node: ast.AST) -> bool:
 
 @locks
 def test_locks_knows_psycopg_and_the_standard_library_only(module: Path) -> None:
-    """No Celery, no kombu; gevent and its like only late, by whoever stops a greenlet."""
+    """No Celery, no kombu; gevent and its like only late, by who stops a greenlet or blocks beside one."""
     allowed = sys.stdlib_module_names | {"psycopg", "typing_extensions"}
     for name, at_import in imports_of(module):
         root = name.partition(".")[0]
         if root in LATE_ONLY:
             assert not at_import, f"{module.name} imports {name} when it is imported"
-            assert module.name in ("interrupt.py", "keeper.py")
+            assert module.name in ("interrupt.py", "native.py")
         elif root == "celery_pglock":
             assert name.startswith("celery_pglock.locks"), f"{module.name} imports {name}"
         else:
