@@ -1,11 +1,13 @@
 """The one thread or greenlet that talks to a shared session.
 
 An asker may be interrupted at every bytecode. What it shares with the owner is therefore made of single
-steps in C, a deque and bare locks: an exception inside a `threading.Condition` leaves it locked for ever.
+steps in C, a deque and bare locks: an exception inside a `threading.Condition` leaves it locked for ever, one
+inside of ``Thread.is_alive()`` has a thread that runs pass for dead.
 """
 
 from __future__ import annotations
 
+import _thread
 import logging
 import threading
 from collections import deque
@@ -26,11 +28,11 @@ class Owner:
         self._answer = answer
         self._pending: deque[tuple[Request, threading.Lock]] = deque()
         self._asleep = threading.Lock()
-        # Entered twice by one thread where garbage is collected while it starts us: see `Keeper._ask`.
-        self._starting = threading.RLock()
+        #: Held by the thread that serves.
         self._serving = threading.Lock()
         self._stopped = False
-        self._thread: threading.Thread | None = None
+        #: That thread, as `threading.get_ident` calls it.
+        self.ident: int | None = None
 
     def ask(self, request: Request) -> None:
         """Wait for the answer. An asker that is interrupted gets nothing, and leaves nothing behind."""
@@ -49,27 +51,16 @@ class Owner:
         answered.acquire()
         self._pending.append((request, answered))
         self._wake()
-        with self._starting:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._serve, name="pglock-owner", daemon=True)
-                self._thread.start()
+        if not self._serving.locked():
+            _thread.start_new_thread(self._serve, ())
         return answered
-
-    @property
-    def ident(self) -> int | None:
-        """The thread that answers, as `threading.get_ident` calls it."""
-        return None if self._thread is None else self._thread.ident
 
     def stop(self, finish: Callable[[], None]) -> None:
         """Answer what is pending, then finish, and serve no more."""
         self._stopped = True
-        thread = self._thread
-        if thread is None or not thread.is_alive():
-            finish()
-            return
         self._wake()
-        if thread is not threading.current_thread():
-            thread.join(timeout=5.0)
+        if self.ident != threading.get_ident() and self._serving.acquire(timeout=5.0):
+            self._serving.release()
         finish()
 
     def _wake(self) -> None:
@@ -77,17 +68,27 @@ class Owner:
             self._asleep.release()
 
     def _serve(self) -> None:
+        # Several askers may have started one. Requests keep their order: a release must not overtake the
+        # question that it takes back.
+        while self._serving.acquire(blocking=False):
+            self.ident = threading.get_ident()
+            try:
+                self._answer_until_stopped()
+            finally:
+                self.ident = None
+                self._serving.release()
+            if not self._pending:
+                break
+
+    def _answer_until_stopped(self) -> None:
         while not self._stopped or self._pending:
             # Bounded, since an asker may be interrupted between its question and its wake-up call.
             self._asleep.acquire(timeout=1.0)
-            # An asker interrupted while it started us may have led to a second owner. Requests keep their
-            # order: a release must not overtake the question that it takes back.
-            with self._serving:
-                try:
-                    self._answer_all()
-                except Exception:
-                    # Without an owner whoever asks waits for ever.
-                    logger.exception("the owner goes on")
+            try:
+                self._answer_all()
+            except Exception:
+                # Without an owner whoever asks waits for ever.
+                logger.exception("the owner goes on")
 
     def _answer_all(self) -> None:
         batch = []

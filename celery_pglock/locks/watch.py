@@ -7,6 +7,7 @@ silent shows no end: for that the keeper asks the server now and then, in the pa
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import select
@@ -48,7 +49,7 @@ class Watch:
         """Watch this socket from now on, and no other."""
         self._target = (socket, whose)
         if not self._serving.locked():
-            threading.Thread(target=self._serve, name="pglock-watch", daemon=True).start()
+            _thread.start_new_thread(self._serve, ())
         self.wake()
 
     def look_away(self) -> None:
@@ -84,7 +85,7 @@ class Watch:
             self.disown()
 
     def _serve(self) -> None:
-        # Whoever was interrupted while it started us may start a second one, and a pipe has one reader.
+        # Two may have been started, and a pipe has one reader.
         if self._serving.acquire(blocking=False):
             try:
                 self._watch()

@@ -323,7 +323,9 @@ def stacks() -> str:
     """Where each thread stands, for the one who has to find out why."""
     frames = sys._current_frames()
     found = [
-        (each.name, traceback.format_stack(frames[each.ident or 0])[-4:]) for each in threading.enumerate()
+        (each.name, traceback.format_stack(frames[each.ident])[-6:])
+        for each in threading.enumerate()
+        if each.ident in frames
     ]
     return "\n".join(f"{name}\n{''.join(stack)}" for name, stack in found)
 
