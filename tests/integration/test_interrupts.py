@@ -227,6 +227,8 @@ def test_an_interrupt_at_any_line_loses_nothing_that_was_kept_back(
     task.run = body
 
     def interrupt(n: int) -> str:
+        # Not while a session opens.
+        execution(task, task)
         tracer = Tracer(n)
         execution(task, lambda: tracer.during(task))
         return tracer.place
