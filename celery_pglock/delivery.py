@@ -16,7 +16,7 @@ from kombu.serialization import registry  # type: ignore[attr-defined]
 if TYPE_CHECKING:
     from .task import AdvisoryLockedTask
 
-__all__ = ["Attempts", "finished_before", "ignores_result", "publish_again"]
+__all__ = ["Attempts", "finished_before", "generation", "ignores_result", "publish_again"]
 
 #: The header that holds `Attempts`.
 HEADER = "pglock"
@@ -43,14 +43,19 @@ class Attempts:
     failed_at: float | None = None
     #: How often this copy of an execution under way elsewhere was put back.
     copies: int = 0
+    #: Whether the broker delivered this message, or one that it is a copy of, a second time.
+    redelivered: bool = False
 
     @classmethod
     def of(cls, request: Context) -> Attempts:
         header = (request.headers or {}).get(HEADER)
+        redelivered = bool((request.delivery_info or {}).get("redelivered"))
         if not header:
-            return FIRST
+            return AGAIN if redelivered else FIRST
         # A newer release may have more to say, while old and new workers run together.
         attempts = cls(**{field.name: header[field.name] for field in fields(cls) if field.name in header})
+        if redelivered:
+            attempts = replace(attempts, redelivered=True)
         if attempts.failed_at is None or attempts.since is None:
             return attempts
         return replace(attempts, since=attempts.since + time.time() - attempts.failed_at, failed_at=None)
@@ -62,17 +67,22 @@ class Attempts:
 
     def after_conflict(self) -> Attempts:
         since = time.time() if self.since is None else self.since
-        return Attempts(conflicts=self.conflicts + 1, since=since)
+        return Attempts(conflicts=self.conflicts + 1, since=since, redelivered=self.redelivered)
 
     def after_failure(self) -> Attempts:
         return replace(self, failures=self.failures + 1, failed_at=time.time())
 
     def after_meeting_itself(self) -> Attempts:
-        return replace(self, copies=self.copies + 1)
+        return replace(self, copies=self.copies + 1, redelivered=True)
 
 
 #: No try came to nothing yet.
 FIRST = Attempts()
+AGAIN = Attempts(redelivered=True)
+
+#: What RabbitMQ writes into a message on its way through its delayed delivery. A copy that carried it
+#: further would end its way as a circle: https://www.rabbitmq.com/docs/dlx#effects
+DEATHS = ("x-death", "x-first-death-", "x-last-death-")
 
 
 def publish_again(task: AdvisoryLockedTask, attempts: Attempts, countdown: int) -> Signature:
@@ -81,7 +91,8 @@ def publish_again(task: AdvisoryLockedTask, attempts: Attempts, countdown: int) 
     Task.retry keeps most of it, but counts the try and leaves out how the message was written.
     """
     request = task.request
-    headers = {**(request.headers or {}), HEADER: asdict(attempts)}
+    kept = {name: value for name, value in (request.headers or {}).items() if not name.startswith(DEATHS)}
+    headers = {**kept, HEADER: asdict(attempts)}
     signature = task.signature_from_request(
         request,
         headers=headers,
@@ -124,9 +135,17 @@ def finished_before(task: AdvisoryLockedTask, request: Context, attempts: Attemp
     Only a persistent result backend knows; without one a redelivered task runs again. Must be asked with
     the execution's identity held: before that, the first may be storing its result right now.
     """
-    if not attempts.copies and not (request.delivery_info or {}).get("redelivered"):
+    if not attempts.redelivered:
         return False
     backend = task.backend
     if isinstance(backend, DisabledBackend) or not backend.persistent or ignores_result(task, request):
         return False
-    return backend.get_state(request.id or "") in states.READY_STATES
+    state = backend.get_state(request.id or "")
+    # Of the first of its messages: then a later one was published before this was stored.
+    has_successor = state == states.RETRY and not any(generation(request, attempts))
+    return has_successor or state in states.READY_STATES
+
+
+def generation(request: Context, attempts: Attempts) -> tuple[int, ...]:
+    """Which of the messages of one task this is: retries, replacements and later tries reuse its id."""
+    return request.retries or 0, attempts.conflicts, attempts.failures, request.replaced_task_nesting or 0

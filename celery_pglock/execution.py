@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 from celery.canvas import Signature
-from celery.exceptions import Ignore, Reject, TaskPredicate
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded, TaskPredicate
 
 from . import signals
 from .config import ledger_of
-from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before
+from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before, generation
 from .locks.errors import LockError, LockUnavailable
 from .locks.hold import Hold, covering, enter, leave
 from .locks.interrupt import Interrupt, LockInterrupt
@@ -97,13 +97,14 @@ class Execution:
     def _identity(self, namespace: str) -> Hold | None:
         """What a second delivery of this message has in common with the first, and its successors have not.
 
-        A retry, a replacement and a retry after a conflict reuse the task's id.
+        They have the first half of its id.
         """
         request = self.request
         if self.is_item or request.is_eager:
             return None
-        parts = (request.id, request.retries, self.attempts.conflicts, request.replaced_task_nesting)
-        return Hold(id_of(f"<execution>:{namespace}:{':'.join(map(str, parts))}"), label="this execution")
+        task = f"<execution>:{namespace}:{request.id}"
+        (whole,), (part,) = id_of(task), id_of(f"{task}:{generation(request, self.attempts)}")
+        return Hold(LockId(whole >> 32 << 32 | part & 0xFFFFFFFF), label="this execution")
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -161,6 +162,9 @@ class Execution:
         asked = self.scope.acquire(self.hold, self.identity)
         if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
             asked = self._wait()
+        if asked.answer is Answer.CONFLICT and self._is_its_own_predecessor():
+            asked.answer = Answer.SAME_EXECUTION
+            return asked
         try:
             finished = self._was_finished_before(asked.answer)
         except Exception as exc:  # noqa: BLE001 - any backend, any error: ask again when it is back
@@ -217,6 +221,8 @@ class Execution:
     def interruptible(self) -> AbstractContextManager[None]:
         """What the body runs in: it is stopped when the lock is lost, unless its task wants to go on."""
         if self._goes_on:
+            # A running body goes on. None begins.
+            self.hold.check()
             return nullcontext()
         self._interrupt = self._granted_by.interrupt_for(self.hold)
         return self._interrupt
@@ -236,7 +242,8 @@ class Execution:
 
         Not one that has published its own successor, or wants none.
         """
-        wanted = self.options.on_lost == "retry" and not isinstance(error, TaskPredicate)
+        ends = (TaskPredicate, SoftTimeLimitExceeded)
+        wanted = self.options.on_lost == "retry" and not isinstance(error, ends)
         return self.hold.lost and wanted and not self._has_successor
 
     def keep_back_retry(self, signature: Signature) -> None:
@@ -258,6 +265,15 @@ class Execution:
         """Call ``publish`` once the name is free."""
         self._has_successor = True
         self._kept_back.append(publish)
+
+    def _is_its_own_predecessor(self) -> bool:
+        """Whether a second delivery came late, and a later message of its own task is under way.
+
+        Asked before the backend is: the later one goes when its result is stored.
+        """
+        if self.identity is None or not self.attempts.redelivered:
+            return False
+        return self.scope.holder_of(self.identity.id, kindred=True) is not None
 
     def _was_finished_before(self, answer: Answer) -> bool:
         """Whether this is a second delivery of what is done."""
@@ -319,7 +335,7 @@ def is_under_way(request: Context) -> bool:
 
     A task that calls itself sees its own request, which still says that it was not called directly.
     """
-    return any(execution.request.id == request.id for execution in _executions.get())
+    return any(execution.request is request for execution in _executions.get())
 
 
 def settle(task_id: str) -> None:

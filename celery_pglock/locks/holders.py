@@ -28,9 +28,18 @@ MATCHES = """
 """
 
 
-def holder_query(id: LockId) -> Expression:
-    """A column that tells in words which session holds an id, NULL if none does."""
-    return HOLDER.format(IN_WORDS, MATCHES), id_in_pg_locks(id)
+KINDRED = MATCHES.replace(
+    "(classid, objid, objsubid) = (?, ?, ?)", "classid = ? AND objid <> ? AND objsubid = ?"
+)
+
+
+def holder_query(id: LockId, *, kindred: bool = False) -> Expression:
+    """A column that tells in words which session holds an id, NULL if none does.
+
+    With ``kindred`` it is any other 64-bit key with the same first half.
+    """
+    condition = KINDRED if kindred else MATCHES
+    return HOLDER.format(IN_WORDS, condition), id_in_pg_locks(id)
 
 
 def statement_query(id: LockId) -> Expression:

@@ -173,9 +173,12 @@ class Keeper:
             raise question.error or LockUnavailable("no answer")
         return question.token
 
-    def holder_of(self, id: LockId) -> str | None:
-        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked."""
-        question = FindHolder(id)
+    def holder_of(self, id: LockId, *, kindred: bool = False) -> str | None:
+        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked.
+
+        With ``kindred`` any other id with the same first half.
+        """
+        question = FindHolder(id, kindred=kindred)
         self._ask(question)
         return question.holder
 

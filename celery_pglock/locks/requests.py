@@ -63,10 +63,11 @@ class Release:
 
 @dataclass(eq=False)
 class FindHolder:
-    """Ask who holds an id, in words."""
+    """Ask who holds an id, in words; with ``kindred`` any other with its first half."""
 
     id: LockId
     holder: str | None = None
+    kindred: bool = False
 
 
 @dataclass(eq=False)

@@ -355,7 +355,7 @@ class Session:
         def settle(holder: bytes | None) -> None:
             request.holder = None if holder is None else holder.decode(errors="replace")
 
-        return [(holder_query(request.id), settle)]
+        return [(holder_query(request.id, kindred=request.kindred), settle)]
 
     def _plan_finding_statement(self, request: FindStatement) -> Sequence[Column]:
         def settle(statement: bytes | None) -> None:

@@ -200,14 +200,17 @@ class Transaction:
         """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then."""
         return Interrupt(hold, self._line.running if self._line is not None else set())
 
-    def holder_of(self, id: LockId) -> str | None:
-        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked."""
+    def holder_of(self, id: LockId, *, kindred: bool = False) -> str | None:
+        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked.
+
+        With ``kindred`` any other id with the same first half.
+        """
         try:
             line = warm_line(self._settings) or Line(self._settings)
         except LockError:
             return None
         try:
-            holder = line.ask("SELECT " + written_out(*holder_query(id)))[0][0]
+            holder = line.ask("SELECT " + written_out(*holder_query(id, kindred=kindred)))[0][0]
         except psycopg.Error as exc:
             line.close(reason_of(exc))
             return None

@@ -81,8 +81,17 @@ locked("choose", lock_on_conflict=lambda conflict: "retry" if conflict.conflicts
 
 # With late acknowledgment.
 LATE = {"acks_late": True, "task_reject_on_worker_lost": True, "reject_on_worker_lost": True}
+EXACTLY = {"lock_retry_jitter": False}
 locked("late_skip", **LATE)
 locked("late_retry", lock_on_conflict="retry", lock_retry_backoff_max=2, **LATE)
+locked("late_patient", lock_on_conflict="retry", lock_retry_backoff=6, **EXACTLY, **LATE)
+locked(
+    "every_three",
+    lock_on_conflict="retry",
+    lock_retry_backoff=3,
+    lock_retry_backoff_max=3,
+    lock_retry_jitter=False,
+)
 
 
 @app.task(base=AdvisoryLockedTask, name="pair", bind=True, lock_name="shop", lock_key="<pair[0]>")
@@ -155,6 +164,40 @@ def fails_twice(self: Any, name: str) -> int:
         finally:
             linger_under_lock(self, name)
         return self.request.retries
+
+
+@app.task(base=AdvisoryLockedTask, name="late_tries", bind=True, lock_name="shop", lock_key="<name>", **LATE)
+def late_tries(self: Any, name: str, countdown: int) -> str:
+    """Retry once. Each try has a gate of its own."""
+    work(self, name, 0.0, f"try {self.request.retries}")
+    if not self.request.retries:
+        raise self.retry(countdown=countdown)
+    return "real"
+
+
+class Unhurried(AdvisoryLockedTask):
+    """What it is told of its retry takes longer than the countdown."""
+
+    abstract = True
+
+    def on_retry(self, *_: Any) -> None:
+        history.note("on_retry")
+        time.sleep(3)
+
+
+@app.task(
+    base=Unhurried,
+    name="unhurried",
+    bind=True,
+    lock_name="shop",
+    lock_key="<name>",
+    lock_on_conflict="wait",
+    lock_on_lost="retry",
+    lock_retry_backoff=1,
+)
+def unhurried(self: Any, name: str) -> str:
+    work(self, name, 0.0, "end")
+    return "done"
 
 
 def linger_under_lock(task: Any, name: str) -> None:

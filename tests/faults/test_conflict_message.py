@@ -10,6 +10,7 @@ import pytest
 
 from faults.conftest import FleetMaker
 from faults.fleet import Fleet
+from localservers import RabbitMQ
 
 #: What differs between any two messages.
 OWN = {"event", "at", "pid", "thread", "name", "id", "root_id", "argsrepr", "headers", "run"}
@@ -123,3 +124,28 @@ def test_message_expires_while_it_waits(fleet: Fleet) -> None:
     fleet.wait(lambda: result.state == "REVOKED", "the end of the message's time")
     fleet.open("end")
     assert not fleet.history.events("message")
+
+
+def test_message_waits_again_and_again_in_a_quorum_queue(make_fleet: FleetMaker, rabbitmq: RabbitMQ) -> None:
+    """RabbitMQ's delayed delivery writes down where a message was, and drops one that goes in circles."""
+    fleet = make_fleet(
+        broker=rabbitmq.url(),
+        broker_transport_options={"confirm_publish": True},
+        task_default_queue="quorum",
+        task_default_queue_type="quorum",
+        task_default_exchange="quorum",
+        task_default_exchange_type="topic",
+        task_default_routing_key="quorum",
+        worker_detect_quorum_queues=True,
+    )
+    fleet.worker("threads", 3)
+    holder = fleet.send("skip", "a", gate="end")
+    fleet.running("a")
+    result = fleet.send("every_3", "a")
+    fleet.wait(
+        lambda: sum(event["id"] == result.id for event in fleet.history.events("received")) >= 4,
+        "four deliveries",
+        30,
+    )
+    fleet.open("end")
+    assert holder.get(timeout=10) == result.get(timeout=20) == "a"

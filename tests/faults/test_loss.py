@@ -120,6 +120,19 @@ def test_body_with_a_successor_has_no_second_one(mixed: MixedFleet) -> None:
     assert len(mixed.fleet.history.runs(name, task_id=result.id)) == 2
 
 
+def test_copy_is_no_second_delivery_of_what_still_ends(mixed: MixedFleet) -> None:
+    """It may arrive before the end of the execution that published it is told to everybody."""
+    name = "unhurried"
+    result = mixed.send("threads", "unhurried", name)
+    first = mixed.fleet.running(name)
+    lose(mixed.observer, name)
+    mixed.fleet.wait(lambda: mixed.fleet.history.events("on_retry"), "the end of the first")
+    second = mixed.fleet.running(name, after=first.started)
+    assert second.ended is None
+    mixed.fleet.open("end")
+    assert result.get(timeout=20) == "done"
+
+
 @pytest.mark.parametrize("pool", POOLS)
 def test_body_that_wants_to_goes_on(mixed: MixedFleet, pool: str) -> None:
     """``lock_on_lost="continue"``, the control of the interrupt: the body is told, and its result stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import uuid
 
 import pytest
@@ -124,6 +125,50 @@ def test_redelivered_message_runs_where_no_backend_knows_the_first(make_fleet: F
     fleet.wait(lambda: len(fleet.history.runs("a")) >= 2, "the copy's body")
     fleet.wait(fleet.drained, "an empty queue")
     assert not fleet.history.overlaps()
+
+
+@pytest.mark.parametrize("countdown", [0, 4], ids=["retry runs", "retry is to come"])
+def test_redelivered_message_runs_no_try_again(impatient: Fleet, countdown: int) -> None:
+    """It comes when its task has retried itself: nothing is written over the result of the later try."""
+    fleet = impatient
+    fleet.worker("threads", 4)
+    result = fleet.send("late_tries", "a", countdown)
+    first = fleet.running("a")
+    redeliver_until_logged(fleet, MET_ITSELF)
+    fleet.open("try 0")
+    if countdown:
+        fleet.open("try 1")
+    else:
+        fleet.running("a", after=first.started)
+        fleet.logged(MET_ITSELF, times=2)
+        assert not result.ready()
+        fleet.open("try 1")
+    assert result.get(timeout=20) == "real"
+    fleet.wait(fleet.drained, "an empty queue")
+    assert len(fleet.history.runs("a")) == 2
+    assert not fleet.history.overlaps()
+    assert result.get() == "real"
+
+
+def test_waiting_message_that_is_redelivered_does_not_multiply(
+    make_fleet: FleetMaker,
+) -> None:
+    """A countdown longer than the visibility timeout would have each copy make more of them."""
+    fleet = make_fleet(broker_transport_options={"visibility_timeout": 2})
+    fleet.worker("threads", 4)
+    holder = fleet.send("skip", "a", gate="end")
+    fleet.running("a")
+    result = fleet.send("late_patient", "a")
+    until = time.monotonic() + 8
+    while time.monotonic() < until:
+        fleet.redeliver()
+        time.sleep(0.25)
+    fleet.open("end")
+    assert holder.get(timeout=10) == result.get(timeout=20) == "a"
+    fleet.wait(fleet.drained, "an empty queue")
+    published = [event for event in fleet.history.events("published") if event["id"] == result.id]
+    assert len(published) < 16
+    assert len(fleet.history.runs("a", task_id=result.id)) == 1
 
 
 def test_killed_child_of_a_late_task_is_replaced(fleet: Fleet) -> None:

@@ -21,6 +21,7 @@ from celery_pglock import (
     LockNotAcquired,
     current_lock,
     is_skipped,
+    lock_acquired,
 )
 from celery_pglock.locks.keys import id_of
 from integration.judge import Judge, eventually
@@ -464,6 +465,20 @@ def test_a_nested_body_that_calls_its_task_calls_a_function(app: Celery, judge: 
     assert f.delay(5).get() == "called"
 
 
+def test_what_an_eager_body_is_replaced_with_has_its_own_lock(
+    app: Celery, make: Callable[..., Any], ran: Ran, taken: None
+) -> None:
+    """It has the id of the task that it replaces, and runs inside of that one's body."""
+    f = make()
+
+    @app.task(base=AdvisoryLockedTask, name="g", shared=False, bind=True)
+    def g(self):
+        return self.replace(f.s(1))
+
+    assert is_skipped(g.apply().result)
+    assert ran == []
+
+
 def test_a_plain_task_inside_a_locked_one_stays_plain(app: Celery, fed: Any, judge: Judge) -> None:
     """The lock wraps one body."""
 
@@ -588,6 +603,22 @@ def test_a_body_may_go_on_without_its_lock(app: Celery, judge: Judge) -> None:
         return "done"
 
     assert f.delay(1).get() == "done"
+
+
+def test_no_body_begins_under_a_lost_lock(make: Callable[..., Any], ran: Ran, judge: Judge) -> None:
+    """Also where a running one would go on."""
+    f = make(lock_on_lost="continue")
+
+    def lose(lock: Any, **_: Any) -> None:
+        judge.end(judge.holder(ONE))
+        eventually(lambda: lock.lost, "the loss was not noticed", within=1)
+
+    lock_acquired.connect(lose)
+    try:
+        assert isinstance(f.apply((1,)).result, LockLost)
+    finally:
+        lock_acquired.disconnect(lose)
+    assert ran == []
 
 
 def test_nothing_runs_under_a_hold_that_is_lost(app: Celery, judge: Judge) -> None:
