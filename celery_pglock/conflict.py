@@ -240,7 +240,13 @@ def patience_of_broker(app: Celery) -> int:
 def tell_conflict(execution: Execution, conflict: Conflict, outcome: str) -> None:
     extra = {**execution.extra, "conflicts": conflict.conflicts, "holder": conflict.holder}
     logger.info(
-        "lock %r is held by %s: %s", conflict.lock, conflict.holder or "another", outcome, extra=extra
+        "task %s[%s]: lock %r is held by %s: %s",
+        conflict.task_name,
+        conflict.task_id,
+        conflict.lock,
+        conflict.holder or "another",
+        outcome,
+        extra=extra,
     )
 
 

@@ -291,7 +291,14 @@ class Execution:
     def _tell_end(self) -> None:
         hold = self.hold
         if hold.lost:
-            logger.warning("lock %r was lost after %.1f s", hold.label, hold.seconds_held, extra=self.extra)
+            logger.warning(
+                "task %s[%s]: lock %r was lost after %.1f s",
+                self.task.name,
+                self.request.id,
+                hold.label,
+                hold.seconds_held,
+                extra=self.extra,
+            )
             signals.lock_lost.send(sender=self.task, lock=hold, held=hold.seconds_held)
             return
         if logger.isEnabledFor(logging.DEBUG):

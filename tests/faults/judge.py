@@ -53,6 +53,12 @@ def locks(observer: psycopg.Connection) -> int:
     return row[0] if row else 0
 
 
+def waiting(observer: psycopg.Connection) -> int:
+    """How many wait for an advisory lock in this database."""
+    row = observer.execute(LOCKS.replace("AND granted", "AND NOT granted")).fetchone()
+    return row[0] if row else 0
+
+
 def sessions(observer: psycopg.Connection) -> list[int]:
     """The worker processes that have a session, once for each session."""
     return [int(name.split()[-1]) for (name,) in observer.execute(SESSIONS).fetchall()]

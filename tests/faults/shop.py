@@ -85,13 +85,7 @@ EXACTLY = {"lock_retry_jitter": False}
 locked("late_skip", **LATE)
 locked("late_retry", lock_on_conflict="retry", lock_retry_backoff_max=2, **LATE)
 locked("late_patient", lock_on_conflict="retry", lock_retry_backoff=6, **EXACTLY, **LATE)
-locked(
-    "every_three",
-    lock_on_conflict="retry",
-    lock_retry_backoff=3,
-    lock_retry_backoff_max=3,
-    lock_retry_jitter=False,
-)
+locked("every_3", lock_on_conflict="retry", lock_retry_backoff=3, lock_retry_backoff_max=3, **EXACTLY)
 
 
 @app.task(base=AdvisoryLockedTask, name="pair", bind=True, lock_name="shop", lock_key="<pair[0]>")

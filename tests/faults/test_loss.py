@@ -13,7 +13,7 @@ import pytest
 from celery_pglock import LockLost
 from faults.fleet import Fleet
 from faults.history import Run
-from faults.judge import holders, wait_no_locks
+from faults.judge import holders, take, wait_no_locks, waiting
 from faults.pools import POOLS, MixedFleet, mixed_fleet
 from localservers import PostgreSQL
 
@@ -123,7 +123,11 @@ def test_body_with_a_successor_has_no_second_one(mixed: MixedFleet) -> None:
 def test_copy_is_no_second_delivery_of_what_still_ends(mixed: MixedFleet) -> None:
     """It may arrive before the end of the execution that published it is told to everybody."""
     name = "unhurried"
+    take(mixed.observer, name)
     result = mixed.send("threads", "unhurried", name)
+    # What it waits on is another session than the one that has its identity.
+    mixed.fleet.wait(lambda: waiting(mixed.observer), "the queue")
+    mixed.observer.execute("SELECT pg_advisory_unlock_all()")
     first = mixed.fleet.running(name)
     lose(mixed.observer, name)
     mixed.fleet.wait(lambda: mixed.fleet.history.events("on_retry"), "the end of the first")
