@@ -240,10 +240,11 @@ class Execution:
     def runs_again_after(self, error: BaseException) -> bool:
         """Whether an execution that ended with this error lost its lock, and is to be published again.
 
-        Not one that has published its own successor, or wants none.
+        Not one that has published its own successor, or wants none, or whose body gave the lock away.
         """
         ends = (TaskPredicate, SoftTimeLimitExceeded)
         wanted = self.options.on_lost == "retry" and not isinstance(error, ends)
+        wanted = wanted and not self.hold.lost_by_body
         return self.hold.lost and wanted and not self._has_successor
 
     def keep_back_retry(self, signature: Signature) -> None:

@@ -57,6 +57,8 @@ class Hold:
         self.label = label or name or repr(id)
         self._status = self.Status.NEW
         self._loss = ""
+        #: Whether it was the code under it that gave the lock away: run again it would do so again.
+        self.lost_by_body = False
         self._connection: Any = None
         self._token: int | None = None
         self._token_source: Callable[[], int] | None = None
@@ -132,11 +134,11 @@ class Hold:
             self._released_at = time.monotonic()
             self._status = self.Status.RELEASED
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, reason: str, *, by_body: bool = False) -> None:
         if self._status is not self.Status.HELD:
             return
         self._released_at = time.monotonic()
-        self._loss = reason
+        self._loss, self.lost_by_body = reason, by_body
         self._status = self.Status.LOST
 
 

@@ -57,6 +57,8 @@ UNLIMITED = {"idle_in_transaction_session_timeout": "0", "transaction_timeout": 
 TIMEOUTS = ("lock_timeout", "statement_timeout")
 SHOW = "SELECT current_setting('lock_timeout'), current_setting('statement_timeout')"
 
+ENDED_BY_BODY = "the body ended its transaction itself"
+
 
 class BodyConnection(psycopg.Connection[Any]):
     """What ``self.lock.connection`` is: a connection whose transaction is its task's to end."""
@@ -96,13 +98,27 @@ class Line:
         finally:
             self.asked_at = None
 
-    def close(self, reason: str) -> None:
-        """Close the connection: the transaction is rolled back, and its lock free."""
+    def is_gone_by(self, exc: BaseException) -> bool:
+        """Whether an error tells that the connection has ended, and not what the body left on it.
+
+        A statement of an interrupted body may be under way still: that fails ours, and is no loss.
+        """
+        return isinstance(exc, psycopg.Error) and (
+            self.ended
+            or self.connection.closed
+            or (exc.sqlstate is not None and is_broken(self.connection, exc))
+        )
+
+    def close(self) -> None:
+        """Close the connection: the transaction is rolled back, and its lock free.
+
+        Released and not lost, since it is our own doing; and before the watch sees the end.
+        """
+        if self.hold is not None:
+            self.hold._released()
         _lines.discard(self)
         self.watch.stop()
         self.connection.close()
-        if self.hold is not None:
-            self.hold._lost(reason)
 
     def _on_end(self, _: object) -> None:
         self.ended = True
@@ -167,7 +183,9 @@ class Transaction:
             self._end(line, hold, success=success)
         except BaseException as exc:
             # Also an interrupt: a line is either put back at the end of its transaction, or closed.
-            line.close(f"its transaction did not end: {reason_of(exc)}")
+            if line.is_gone_by(exc):
+                hold._lost(reason_of(exc))
+            line.close()
             if success or not isinstance(exc, psycopg.Error):
                 raise
         finally:
@@ -175,21 +193,17 @@ class Transaction:
 
     def _end(self, line: Line, hold: Hold, *, success: bool) -> None:
         if hold.lost:
-            line.close("it was lost")
+            line.close()
             return
-        try:
-            if not still_held(line, hold):
-                hold._lost("the body ended its transaction itself")
-            if success and not hold.lost:
-                # In no bounded time: a deferred constraint or a synchronous standby may take any.
-                query(line.connection, "COMMIT")
-            else:
-                line.ask("ROLLBACK")
-        except psycopg.Error as exc:
-            if not is_broken(line.connection, exc):
-                # The server refused the commit, and has rolled back: no loss, but a failure.
-                hold._released()
-            raise
+        failed = line.connection.info.transaction_status is psycopg.pq.TransactionStatus.INERROR
+        # What failed can't be asked. It is rolled back, unless its body takes it for a success.
+        if (success or not failed) and not still_held(line, hold):
+            hold._lost(ENDED_BY_BODY, by_body=True)
+        if success and not hold.lost:
+            # In no bounded time: a deferred constraint or a synchronous standby may take any.
+            query(line.connection, "COMMIT")
+        else:
+            line.ask("ROLLBACK")
         hold._released()
         put_back(line)
 
@@ -211,8 +225,8 @@ class Transaction:
             return None
         try:
             holder = line.ask("SELECT " + written_out(*holder_query(id, kindred=kindred)))[0][0]
-        except psycopg.Error as exc:
-            line.close(reason_of(exc))
+        except psycopg.Error:
+            line.close()
             return None
         put_back(line)
         return None if holder is None else holder.decode(errors="replace")
@@ -241,11 +255,11 @@ class Transaction:
             self._settle(asked, line, slot)
         except psycopg.Error as exc:
             broken = is_broken(line.connection, exc)
-            line.close(reason_of(exc))
+            line.close()
             raise LineLost(reason_of(exc)) from exc if broken else refusal_of(exc)
         except BaseException:
             self._line = None
-            line.close("its task was interrupted while PostgreSQL was asked")
+            line.close()
             raise
 
     def _lock(self, line: Line, asked: Acquire, question: Expression) -> bytes | None:
@@ -266,8 +280,8 @@ class Transaction:
         if asked.answer is not Answer.GRANTED:
             try:
                 line.ask("ROLLBACK")
-            except psycopg.Error as exc:
-                line.close(reason_of(exc))
+            except psycopg.Error:
+                line.close()
                 return
             put_back(line)
             return
@@ -288,7 +302,7 @@ class Transaction:
             token = line.ask("SELECT pg_current_xact_id()")[0][0]
             # In this order: what was drawn before the end is below what the next holder draws.
             if not still_held(line, line.hold):
-                line.hold._lost("the body ended its transaction itself")
+                line.hold._lost(ENDED_BY_BODY, by_body=True)
         except psycopg.Error as exc:
             raise LockUnavailable(reason_of(exc)) from exc
         return int(token or 0)
@@ -326,7 +340,7 @@ def warm_line(settings: Settings) -> Line | None:
             line = _warm.pop()
             if line.settings == settings and not line.connection.closed:
                 return line
-            line.close("another database is asked for")
+            line.close()
     return None
 
 
@@ -337,7 +351,7 @@ def put_back(line: Line) -> None:
     line.connection.cursor_factory = psycopg.Cursor
     line.connection.prepare_threshold = None
     if _warm:
-        line.close("one warm connection is enough")
+        line.close()
     else:
         _warm.append(line)
 
@@ -346,7 +360,7 @@ def close_warm() -> None:
     """Close what nobody uses."""
     while _warm:
         with suppress(IndexError):
-            _warm.pop().close("the process ended")
+            _warm.pop().close()
 
 
 def disown_all() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import psycopg
 import pytest
 from celery import Celery
 from celery.app.trace import build_tracer
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from psycopg.rows import dict_row
 
 from celery_pglock import (
@@ -85,6 +87,14 @@ def throw(error: BaseException) -> None:
     raise error
 
 
+def delivered(task: Any, id: str = "one", *, redelivered: bool = False) -> None:
+    """Do what a worker does with a message."""
+    request = {"id": id, "task": task.name, "retries": 0, "called_directly": False, "headers": {}}
+    build_tracer(task.name, task, app=task.app)(
+        id, (), {}, {**request, "delivery_info": {"redelivered": redelivered}}
+    )
+
+
 # How it ends.
 
 
@@ -132,6 +142,41 @@ def test_an_interrupt_inside_a_statement_rolls_back(dsn: str, judge: Judge, rows
     with interrupted_after(0.2), advisory_lock(ID, scope="transaction", database_url=dsn) as lock:
         write("early")
         lock.connection.execute("SELECT pg_sleep(20)")
+    eventually(lambda: not judge.held(), "the lock is left", within=2)
+    assert rows() == []
+
+
+@contextmanager
+def soft_time_limit(seconds: float) -> Iterator[None]:
+    """Raise in the main thread, as a worker's soft time limit does."""
+    previous = signal.signal(signal.SIGALRM, lambda *_: throw(SoftTimeLimitExceeded()))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize("policy", ["abort", "retry"])
+def test_a_soft_time_limit_inside_a_statement_is_no_loss(
+    app: Celery,
+    judge: Judge,
+    rows: Rows,
+    policy: str,
+    lost: list[Hold],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The connection is given up with its statement, by ourselves: the task ends as its limit says."""
+    app.conf.task_always_eager = False
+    f = task(app, lambda: current_lock().connection.execute("SELECT pg_sleep(20)"), lock_on_lost=policy)
+    with soft_time_limit(0.3):
+        delivered(f)
+    result = f.AsyncResult("one")
+    assert (result.state, type(result.result)) == ("FAILURE", SoftTimeLimitExceeded)
+    assert lost == []
+    ours = [record for record in caplog.records if record.name.startswith("celery_pglock")]
+    assert [record for record in ours if record.levelno >= logging.WARNING] == []
     eventually(lambda: not judge.held(), "the lock is left", within=2)
     assert rows() == []
 
@@ -235,6 +280,41 @@ def test_sql_that_ends_the_transaction_is_noticed(
     assert "transaction" in str(result.result)
     assert len(lost) == 1
     assert judge.held() == set()
+
+
+@pytest.mark.parametrize("statement", ["COMMIT", "COMMIT; BEGIN"])
+@pytest.mark.parametrize("error", [None, ValueError("later")], ids=["returns", "fails"])
+def test_a_body_that_ends_its_transaction_is_not_run_again(
+    app: Celery, rows: Rows, statement: str, error: Exception | None, lost: list[Hold]
+) -> None:
+    """It would do so again, and write once more each time. A lost connection is another matter."""
+    app.conf.task_always_eager = False
+
+    def body() -> None:
+        current_lock().connection.execute(statement)
+        if error is not None:
+            raise error
+
+    f = task(app, body, lock_on_lost="retry")
+    delivered(f)
+    assert f.AsyncResult("one").state == "FAILURE"
+    assert len(lost) == 1
+
+
+def test_a_body_whose_connection_is_lost_is_run_again(
+    app: Celery, judge: Judge, dsn: str, lost: list[Hold]
+) -> None:
+    """The control."""
+    app.conf.task_always_eager = False
+
+    def body() -> None:
+        end_soon(dsn, judge.holder(ID))
+        time.sleep(20)
+
+    f = task(app, body, lock_on_lost="retry")
+    delivered(f)
+    assert f.AsyncResult("one").state == "RETRY"
+    assert len(lost) == 1
 
 
 def test_sql_that_ends_the_transaction_of_a_failing_body_is_noticed(
@@ -589,14 +669,6 @@ def test_a_conflict_is_waited_for(app: Celery, judge: Judge, rows: Rows) -> None
     assert future.result(timeout=20).state == "SUCCESS"
     assert rows() == ["early"]
     assert judge.sessions() == [pid]
-
-
-def delivered(task: Any, id: str, *, redelivered: bool) -> None:
-    """Do what a worker does with a message."""
-    request = {"id": id, "task": task.name, "retries": 0, "called_directly": False, "headers": {}}
-    build_tracer(task.name, task, app=task.app)(
-        id, (), {}, {**request, "delivery_info": {"redelivered": redelivered}}
-    )
 
 
 @pytest.mark.parametrize("scope", ["session", "transaction"])
