@@ -126,8 +126,8 @@ class Execution:
         # A successor of its own must not meet what its predecessor leaves behind.
         self._end(success=error is None, linger=not self._has_successor)
         self.clean_up()
-        if error is None and not self._goes_on:
-            self.hold.check()
+        if not self._goes_on:
+            self.hold.check_after(error)
 
     def _end(self, *, success: bool, linger: bool) -> None:
         """Release the hold, and let what runs next in this thread or greenlet know nothing of it."""

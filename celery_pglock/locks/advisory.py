@@ -68,8 +68,7 @@ class AdvisoryLock:
         except LockInterrupt:
             # It came before it could be disarmed.
             self._leave(success=False)
-        if error is None or isinstance(error, LockInterrupt):
-            self._hold.check()
+        self._hold.check_after(None if isinstance(error, LockInterrupt) else error)
 
     def __del__(self) -> None:
         # An interrupt at the door of `__exit__` comes before anything there can be done about it.

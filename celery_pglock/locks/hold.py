@@ -59,6 +59,8 @@ class Hold:
         self._loss = ""
         #: Whether it was the code under it that gave the lock away: run again it would do so again.
         self.lost_by_body = False
+        #: What the code under it ends with where it met the loss before anybody told it.
+        self._signs_of_loss: tuple[type[BaseException], ...] = ()
         self._connection: Any = None
         self._token: int | None = None
         self._token_source: Callable[[], int] | None = None
@@ -81,13 +83,22 @@ class Hold:
         if self.lost:
             raise self.loss()
 
+    def check_after(self, error: BaseException | None) -> None:
+        """Raise `LockLost` if the lock is gone, and the code under it ended without an error of its own."""
+        if error is None or isinstance(error, self._signs_of_loss):
+            self.check()
+
     def loss(self) -> LockLost:
         """The error that tells how it was lost."""
         return LockLost(self.label, self._loss)
 
     @property
     def connection(self) -> Any:
-        """The connection whose transaction holds the lock, for the body to use. Elsewhere a `TypeError`."""
+        """The connection whose transaction holds the lock, for the body to use.
+
+        Raises `LockLost`, and `TypeError` where there is none.
+        """
+        self.check()
         if self._connection is None or self._status is not self.Status.HELD:
             raise TypeError(f'{self!r} lives in no open transaction: set lock_scope="transaction"')
         return self._connection

@@ -57,6 +57,9 @@ UNLIMITED = {"idle_in_transaction_session_timeout": "0", "transaction_timeout": 
 TIMEOUTS = ("lock_timeout", "statement_timeout")
 SHOW = "SELECT current_setting('lock_timeout'), current_setting('statement_timeout')"
 
+#: What a connection that is gone makes of the statements on it.
+SIGNS_OF_LOSS = (psycopg.OperationalError, psycopg.InternalError)
+
 ENDED_BY_BODY = "the body ended its transaction itself"
 
 
@@ -196,9 +199,17 @@ class Transaction:
             line.close()
             return
         failed = line.connection.info.transaction_status is psycopg.pq.TransactionStatus.INERROR
-        # What failed can't be asked. It is rolled back, unless its body takes it for a success.
-        if (success or not failed) and not still_held(line, hold):
-            hold._lost(ENDED_BY_BODY, by_body=True)
+        try:
+            # What failed can't be asked. It is rolled back, unless its body takes it for a success.
+            if (success or not failed) and not still_held(line, hold):
+                hold._lost(ENDED_BY_BODY, by_body=True)
+        except psycopg.Error as exc:
+            # Nothing was committed. Of a COMMIT without an answer nobody knows: there the error stays.
+            if not line.is_gone_by(exc):
+                raise
+            hold._lost(reason_of(exc))
+            line.close()
+            return
         if success and not hold.lost:
             # In no bounded time: a deferred constraint or a synchronous standby may take any.
             query(line.connection, "COMMIT")
@@ -290,6 +301,7 @@ class Transaction:
         self._line, line.hold = line, asked.hold
         asked.hold._granted(0)
         asked.hold._connection = line.connection
+        asked.hold._signs_of_loss = SIGNS_OF_LOSS
         asked.hold._token_source = self._token
         if line.ended:
             asked.hold._lost("PostgreSQL ended its session")

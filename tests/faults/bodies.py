@@ -65,6 +65,11 @@ def sql(task: Any, seconds: float, alive: Alive) -> None:
         connection.execute("SELECT pg_sleep(%s)", [seconds])
 
 
+def statement(task: Any, seconds: float, alive: Alive) -> None:
+    """Work in the transaction that holds the lock."""
+    task.lock.connection.execute("SELECT pg_sleep(%s)", [seconds])
+
+
 def child(task: Any, seconds: float, alive: Alive) -> None:
     subprocess.run([sys.executable, "-c", f"import time; time.sleep({seconds})"], check=True)
 
@@ -119,7 +124,8 @@ def retried(task: Any, seconds: float, alive: Alive) -> None:
 
 
 BODIES = {
-    body.__name__: body for body in (sleep, steps, sql, child, swallow, stubborn, check, until_lost, retried)
+    body.__name__: body
+    for body in (sleep, steps, sql, statement, child, swallow, stubborn, check, until_lost, retried)
 }
 
 
@@ -139,6 +145,7 @@ def losing(name: str, policy: str, **options: Any) -> None:
 
 for policy in ("abort", "retry", "continue"):
     losing(f"lost_{policy}", policy)
+losing("lost_in_transaction", "abort", lock_scope="transaction")
 losing("late_lost_retry", "retry", lock_on_conflict="retry", lock_retry_backoff_max=2, **LATE)
 
 

@@ -81,6 +81,23 @@ def test_body_is_stopped_when_its_lock_is_lost(mixed: MixedFleet, pool: str) -> 
 
 
 @pytest.mark.parametrize("pool", POOLS)
+def test_body_in_a_transaction_ends_with_the_loss(mixed: MixedFleet, pool: str) -> None:
+    """Inside of a statement the driver's error may come first: it is the loss all the same."""
+    names = {f"{pool} {how} {number}": how for how in ("statement", "check") for number in range(4)}
+    for batch in batches(tuple(names), POOLS[pool]):
+        results = [mixed.send(pool, "lost_in_transaction", name, names[name]) for name in batch]
+        for name in batch:
+            mixed.fleet.running(name)
+        time.sleep(0.1)  # into the statement
+        lose(mixed.observer, *batch)
+        for name, result in zip(batch, results, strict=True):
+            error = result.get(timeout=10, propagate=False)
+            assert isinstance(error, LockLost), f"{name}: {error!r}"
+            assert told(mixed, pool, name) == (1, 1)
+    wait_no_locks(mixed.observer)
+
+
+@pytest.mark.parametrize("pool", POOLS)
 def test_body_has_time_to_tidy_up(mixed: MixedFleet, pool: str) -> None:
     """It is interrupted again and again, but four times a second at most."""
     name = f"{pool} tidies up"

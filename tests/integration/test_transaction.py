@@ -458,6 +458,99 @@ def test_a_body_is_interrupted_when_its_connection_is_lost(app: Celery, dsn: str
     assert time.monotonic() - since < 2
 
 
+def test_a_connection_that_is_gone_before_the_commit_is_a_loss(
+    app: Celery, dsn: str, rows: Rows, lost: list[Hold]
+) -> None:
+    """Whether the watch saw it before the body was over, or the driver did: 20 times at once."""
+
+    def body() -> None:
+        with closing(psycopg.connect(dsn, autocommit=True)) as connection:
+            pid = current_lock().connection.info.backend_pid
+            connection.execute("SELECT pg_terminate_backend(%s)", [pid])
+
+    f = task(app, body)
+    assert {type(f.delay().result) for _ in range(20)} == {LockLost}
+    assert len(lost) == 20
+    assert rows() == []
+
+
+def end_itself() -> None:
+    current_lock().connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+
+def test_a_connection_that_is_lost_inside_a_statement_is_a_loss(
+    app: Celery, rows: Rows, lost: list[Hold]
+) -> None:
+    """There the driver's error is often the first to arrive. It is told as the reason's cause."""
+    f = task(app, end_itself)
+    for _ in range(10):
+        error = f.delay().result
+        assert isinstance(error, LockLost), repr(error)
+    assert len(lost) == 10
+    assert rows() == []
+
+
+@pytest.mark.parametrize("abort", [True, False])
+def test_a_block_whose_connection_is_lost_inside_a_statement_ends_with_a_loss(dsn: str, abort: bool) -> None:
+    """As a task does."""
+    for _ in range(5):
+        with (
+            pytest.raises(LockLost) as caught,
+            advisory_lock(ID, scope="transaction", abort=abort, database_url=dsn),
+        ):
+            end_itself()
+    if not abort:
+        assert isinstance(caught.value.__context__, psycopg.errors.AdminShutdown)
+
+
+def test_an_error_of_the_body_s_own_stays_beside_a_loss(app: Celery, lost: list[Hold]) -> None:
+    """The control: it is not the loss that it tells."""
+
+    def body() -> None:
+        try:
+            end_itself()
+        except BaseException:  # noqa: BLE001 - the driver's error, or what stops the body
+            raise ValueError("mine") from None
+
+    assert isinstance(task(app, body).delay().result, ValueError)
+    assert len(lost) == 1
+
+
+def test_a_lost_lock_lends_no_connection(app: Celery, dsn: str, judge: Judge) -> None:
+    """It says that it is lost, and not that there never was one."""
+
+    def body() -> None:
+        end_soon(dsn, judge.holder(ID))
+        with suppress(BaseException):
+            time.sleep(20)
+        assert current_lock().lost
+        current_lock().connection.execute("SELECT 1")
+
+    assert isinstance(task(app, body).delay().result, LockLost)
+
+
+def test_a_commit_without_an_answer_ends_with_the_driver_s_error(
+    app: Celery, observer: psycopg.Connection, lost: list[Hold]
+) -> None:
+    """Nobody knows whether it was done: to call it a lost lock would say that it was not."""
+    observer.execute("CREATE TABLE fatal (n int)")
+    observer.execute(
+        "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql"
+        " AS 'BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END'"
+    )
+    observer.execute(
+        "CREATE CONSTRAINT TRIGGER dies AFTER INSERT ON fatal DEFERRABLE INITIALLY DEFERRED"
+        " FOR EACH ROW EXECUTE FUNCTION die()"
+    )
+    try:
+        f = task(app, lambda: current_lock().connection.execute("INSERT INTO fatal VALUES (1)") and 1)
+        assert isinstance(f.delay().result, psycopg.errors.AdminShutdown)
+        assert len(lost) == 1
+    finally:
+        observer.execute("DROP TABLE fatal")
+        observer.execute("DROP FUNCTION die")
+
+
 def test_a_warm_connection_that_was_ended_costs_nothing(app: Celery, judge: Judge) -> None:
     """The next task opens another."""
     f = task(app, lambda: None)
