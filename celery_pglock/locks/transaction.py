@@ -27,6 +27,7 @@ from .keys import LockId
 from .process import application_name
 from .requests import Acquire, Answer
 from .server import (
+    Connection,
     connect,
     cut,
     disown,
@@ -50,6 +51,14 @@ BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 #: What a body's own settings left behind on the warm connection is not the next one's.
 RESET = "RESET SESSION AUTHORIZATION; RESET ALL"
 
+#: Nor is what else it left there: a DISCARD ALL in parts, since that runs in no transaction. They follow on
+#: BEGIN: some take a snapshot, behind which its modes are refused.
+DISCARD = (
+    "CLOSE ALL; DEALLOCATE ALL; UNLISTEN *; DISCARD TEMP; DISCARD SEQUENCES;"
+    # Behind a pooler they are another client's.
+    " SELECT pg_advisory_unlock_all() WHERE pg_backend_pid() = %d"
+)
+
 #: Limits that would end a transaction whose body is busy elsewhere.
 UNLIMITED = {"idle_in_transaction_session_timeout": "0", "transaction_timeout": "0"}
 
@@ -64,7 +73,28 @@ ENDED_BY_BODY = "the body ended its transaction itself"
 
 
 class BodyConnection(psycopg.Connection[Any]):
-    """What ``self.lock.connection`` is: a connection whose transaction is its task's to end."""
+    """What ``self.lock.connection`` is: a connection whose transaction is its task's to end.
+
+    One for each body, on a session that more of them may use: what it is told (adapters, handlers, a row
+    factory) ends with it.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.pgconn)
+        self.prepare_threshold = None
+
+    def __del__(self, *_: Any) -> None:
+        # Psycopg's own warns of a session that is still open: it is the line's to close.
+        pass
+
+    def __enter__(self) -> NoReturn:
+        self.close()
+
+    def close(self) -> NoReturn:
+        raise TypeError(
+            "this connection holds the task's lock and stays open: use it without a block of its own,"
+            " or connection.transaction() for a savepoint"
+        )
 
     def commit(self) -> NoReturn:
         raise TypeError("this transaction holds the task's lock: it is committed when the task succeeds")
@@ -81,7 +111,9 @@ class Line:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.connection = connect(settings, application_name(), BodyConnection)
+        self.connection = connect(settings, application_name(), Connection)
+        #: Whether a body has had the connection.
+        self.was_lent = False
         #: When the question was asked that is not answered yet, while there is one of ours.
         self.asked_at: float | None = None
         self.hold: Hold | None = None
@@ -276,9 +308,12 @@ class Transaction:
     def _lock(self, line: Line, asked: Acquire, question: Expression) -> bytes | None:
         unlimited = set_statement({**UNLIMITED, **patience(self._settings)}, local=True)
         lock = "SELECT " + written_out(*question)
+        begin = [RESET, BEGIN, unlimited]
+        if line.was_lent:
+            begin.insert(2, DISCARD % line.connection.info.backend_pid)
         if asked.wait == 0:
-            return line.ask(RESET, BEGIN, unlimited, lock)[0][0]
-        before = line.ask(RESET, BEGIN, unlimited, SHOW)[0]
+            return line.ask(*begin, lock)[0][0]
+        before = line.ask(*begin, SHOW)[0]
         line.ask(set_statement(dict(zip(TIMEOUTS, (milliseconds(asked.wait), "0"), strict=True)), local=True))
         slot = query(line.connection, lock)[0][0]
         line.ask(set_statement(dict(zip(TIMEOUTS, map(text, before), strict=True)), local=True))
@@ -300,7 +335,8 @@ class Transaction:
             asked.identity._granted(0)
         self._line, line.hold = line, asked.hold
         asked.hold._granted(0)
-        asked.hold._connection = line.connection
+        line.was_lent = True
+        asked.hold._connection = BodyConnection(line.connection)
         asked.hold._signs_of_loss = SIGNS_OF_LOSS
         asked.hold._token_source = self._token
         if line.ended:
@@ -359,9 +395,8 @@ def warm_line(settings: Settings) -> Line | None:
 def put_back(line: Line) -> None:
     """Keep a line warm, unless there is one."""
     line.hold = None
-    line.connection.row_factory = psycopg.rows.tuple_row
-    line.connection.cursor_factory = psycopg.Cursor
-    line.connection.prepare_threshold = None
+    # They belong to the body that had the connection.
+    line.connection.pgconn.notice_handler = line.connection.pgconn.notify_handler = None
     if _warm:
         line.close()
     else:

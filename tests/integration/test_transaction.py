@@ -18,6 +18,7 @@ from celery import Celery
 from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from psycopg.rows import dict_row
+from psycopg.types.numeric import IntLoader
 
 from celery_pglock import (
     AdvisoryLockedTask,
@@ -596,6 +597,105 @@ def test_what_a_body_changes_on_its_connection_ends_with_it(app: Celery) -> None
     assert look.delay().result.startswith("pglock ")
 
 
+class Marked(IntLoader):
+    """How one body wants to read its numbers."""
+
+    def load(self, data: Any) -> Any:
+        return f"the first body's {super().load(data)}"
+
+
+#: What a body may leave behind on a session.
+LEAVE = (
+    "CREATE TEMP TABLE accounts (n int)",
+    "CREATE TEMP SEQUENCE numbers",
+    "SELECT nextval('numbers')",
+    "PREPARE saying AS SELECT 'the first'",
+    "DECLARE reader CURSOR WITH HOLD FOR SELECT 1",
+    "LISTEN news",
+    "SELECT pg_advisory_lock(5, 5)",
+    "SET search_path = pg_catalog",
+)
+#: Where it would be seen.
+LEFT = {
+    "temporary tables": "SELECT count(*) FROM pg_class WHERE relpersistence = 't' AND relkind = 'r'",
+    "prepared statements": "SELECT count(*) FROM pg_prepared_statements",
+    "cursors": "SELECT count(*) FROM pg_cursors WHERE is_holdable",
+    "session locks": "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2",
+    "settings": "SELECT count(*) FROM pg_settings WHERE name = 'search_path' AND source = 'session'",
+}
+
+
+def left(connection: psycopg.Connection) -> dict[str, int]:
+    return {what: connection.execute(query).fetchone()[0] for what, query in LEFT.items()}
+
+
+def test_what_a_body_leaves_on_its_session_does_not_meet_the_next(app: Celery, dsn: str) -> None:
+    """On the same connection, whatever became of the bodies between."""
+    pids = set()
+
+    def lock(id: LockId = ID) -> Any:
+        return advisory_lock(id, scope="transaction", database_url=dsn)
+
+    with lock() as first:
+        for statement in LEAVE:
+            first.connection.execute(statement)
+        pids.add(first.connection.info.backend_pid)
+        assert all(left(first.connection).values()), "nothing was left: nothing is tested"
+    with suppress(ValueError), lock():
+        raise ValueError
+    with advisory_lock(ID, database_url=dsn), pytest.raises(LockNotAcquired):
+        in_thread(lambda: lock().__enter__()).result(timeout=20)
+    with lock() as last:
+        pids.add(last.connection.info.backend_pid)
+        assert left(last.connection) == dict.fromkeys(LEFT, 0)
+        with pytest.raises(psycopg.Error), last.connection.transaction():
+            last.connection.execute("SELECT lastval()")
+    # To listen, and to listen no more, begins with the end of a transaction.
+    with lock() as one_more:
+        pids.add(one_more.connection.info.backend_pid)
+        assert one_more.connection.execute("SELECT pg_listening_channels()").fetchall() == []
+    assert len(pids) == 1
+
+
+def test_what_a_body_sets_on_its_connection_does_not_reach_the_next(dsn: str) -> None:
+    """Each has an object of its own, on one session."""
+    told: list[str] = []
+    pids, connections = [], []
+    for number in (1, 2):
+        with advisory_lock(ID, scope="transaction", database_url=dsn) as lock:
+            connection = lock.connection
+            connections.append(connection)
+            pids.append(connection.info.backend_pid)
+            assert connection.execute("SELECT 7").fetchone() == (7,)
+            connection.execute("DO $$ BEGIN RAISE NOTICE 'by %s'; END $$" % number)  # noqa: UP031
+            connection.adapters.register_loader("int4", Marked)
+            connection.add_notice_handler(lambda notice: told.append(notice.message_primary))
+            connection.row_factory = dict_row
+            connection.prepare_threshold = 0
+            connection.execute("SELECT 8")
+            connection.execute("DO $$ BEGIN RAISE NOTICE 'after %s'; END $$" % number)  # noqa: UP031
+    assert told == ["after 1", "after 2"]
+    assert connections[0] is not connections[1]
+    assert pids[0] == pids[1]
+
+
+@pytest.mark.parametrize("way", ["with", "close"])
+def test_the_connection_is_not_the_body_s_to_close(app: Celery, judge: Judge, rows: Rows, way: str) -> None:
+    """Psycopg's own block would commit and close it at its end. It says so before anything is done in it."""
+
+    def body() -> None:
+        connection = current_lock().connection
+        with pytest.raises(TypeError, match=r"task's lock.*transaction\(\)"):  # noqa: PT012
+            if way == "close":
+                connection.close()
+            with connection:
+                write("inside")
+        assert judge.held() == {ID}
+
+    assert task(app, body).delay().state == "SUCCESS"
+    assert rows() == ["early"]
+
+
 def test_an_idle_transaction_holds_nothing_back(
     app: Celery, judge: Judge, observer: psycopg.Connection
 ) -> None:
@@ -616,8 +716,11 @@ def test_an_idle_transaction_holds_nothing_back(
         assert judge.holder(ID) == pid
 
     options = {"lock_scope": "transaction", "lock_key": lambda: ID}
-    result = app.task(base=AdvisoryLockedTask, name="f", shared=False, **options)(body).delay()
-    assert result.state == "SUCCESS", result.result
+    f = app.task(base=AdvisoryLockedTask, name="f", shared=False, **options)(body)
+    for _ in range(2):
+        result = f.delay()
+        assert result.state == "SUCCESS", result.result
+        observer.execute("DROP INDEX indexed_n_idx")
     with psycopg.connect(observer.info.dsn) as control:
         control.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         control.execute("SELECT 1")
