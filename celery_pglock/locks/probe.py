@@ -13,10 +13,10 @@ from .hold import Hold
 from .keys import LockId
 from .process import application_name
 from .requests import Acquire, Answer, Release
-from .server import OnStandby, SessionBroken
+from .server import IN_RECOVERY, OnStandby, SessionBroken, refuse_standby
 from .session import Session
 from .settings import Settings
-from .transaction import Transaction, close_warm
+from .transaction import Transaction, ask_once, close_warm
 
 __all__ = ["probe", "prove_exclusion"]
 
@@ -31,15 +31,20 @@ def probe(settings: Settings, *, transactions: bool = False) -> None:
 
     Raises `LockSetupError` or `LockUnavailable`.
     """
-    if transactions:
-        prove_transactions(settings)
-        return
+    try:
+        if transactions:
+            prove_transactions(settings)
+        else:
+            prove_sessions(settings)
+    except OnStandby as exc:
+        raise LockSetupError(str(exc)) from exc
+
+
+def prove_sessions(settings: Settings) -> None:
     session = Session(settings, application_name())
     try:
         session.set_up()
         prove_exclusion(session, settings)
-    except OnStandby as exc:
-        raise LockSetupError(str(exc)) from exc
     finally:
         session.close("it was only asked whether it works")
 
@@ -69,11 +74,15 @@ def prove_exclusion(session: Session, settings: Settings) -> None:
 
 def prove_transactions(settings: Settings) -> None:
     """Let two transactions try one lock."""
-    scopes = [Transaction(settings) for _ in range(2)]
-    asked = [scope.acquire(rival.hold) for scope, rival in zip(scopes, rivals(), strict=True)]
-    for scope, rival in zip(scopes, asked, strict=True):
-        scope.release(rival.hold, success=False)
-    close_warm()
+    try:
+        # A standby would refuse the transactions, but not say why.
+        refuse_standby(ask_once(settings, IN_RECOVERY))
+        scopes = [Transaction(settings) for _ in range(2)]
+        asked = [scope.acquire(rival.hold) for scope, rival in zip(scopes, rivals(), strict=True)]
+        for scope, rival in zip(scopes, asked, strict=True):
+            scope.release(rival.hold, success=False)
+    finally:
+        close_warm()
     check(*asked)
 
 

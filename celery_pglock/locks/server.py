@@ -20,6 +20,7 @@ from .errors import LockDeadlock, LockError, LockSetupError, LockUnavailable
 from .settings import Settings
 
 __all__ = [
+    "IN_RECOVERY",
     "WHO_AM_I",
     "Connection",
     "OnStandby",
@@ -34,6 +35,7 @@ __all__ = [
     "query_prepared",
     "reason_of",
     "refusal_of",
+    "refuse_standby",
     "session_settings",
     "set_statement",
     "written_out",
@@ -57,6 +59,7 @@ ROLE_LIMITS = (
 #: A session's statements are few: these are for those that come with every task.
 MOST_PREPARED = 16
 
+IN_RECOVERY = "SELECT pg_is_in_recovery()"
 WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"
 
 
@@ -97,16 +100,21 @@ def connect(settings: Settings, application_name: str, kind: type[SomeConnection
 def check_server(connection: Connection, who: Sequence[bytes | None], settings: Settings) -> None:
     """Refuse a server on which session locks would not hold. ``who`` is what it answered to `WHO_AM_I`."""
     pid, in_recovery = who
-    if in_recovery == b"t":
-        raise OnStandby(
-            "pglock_database_url leads to a standby, whose locks the primary does not know:"
-            " name the primary, or all hosts of the cluster"
-        )
+    refuse_standby(in_recovery)
     if int(pid or 0) != connection.info.backend_pid and not settings.session_pooler:
         raise LockSetupError(
             "a connection pooler stands before the server of pglock_database_url, and session locks"
             " are shared or lost behind one in transaction or statement mode: name the server itself,"
             " or set pglock_session_pooler = True if the pooler is in session mode"
+        )
+
+
+def refuse_standby(in_recovery: bytes | None) -> None:
+    """Raise `OnStandby` for a server that answered true to `IN_RECOVERY`."""
+    if in_recovery == b"t":
+        raise OnStandby(
+            "pglock_database_url leads to a standby, whose locks the primary does not know:"
+            " name the primary, or all hosts of the cluster"
         )
 
 

@@ -43,7 +43,7 @@ from .settings import Settings
 from .sql import answer_of, if_locked, milliseconds, queue_up, try_lock
 from .watch import Watch
 
-__all__ = ["BodyConnection", "Transaction", "close_warm", "disown_all"]
+__all__ = ["BodyConnection", "Transaction", "ask_once", "close_warm", "disown_all"]
 
 #: READ WRITE is refused by a standby, and overrules a role's default.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
@@ -263,15 +263,9 @@ class Transaction:
         With ``kindred`` any other id with the same first half.
         """
         try:
-            line = warm_line(self._settings) or Line(self._settings)
+            holder = ask_once(self._settings, "SELECT " + written_out(*holder_query(id, kindred=kindred)))
         except LockError:
             return None
-        try:
-            holder = line.ask("SELECT " + written_out(*holder_query(id, kindred=kindred)))[0][0]
-        except psycopg.Error:
-            line.close()
-            return None
-        put_back(line)
         return None if holder is None else holder.decode(errors="replace")
 
     def _ask(self, asked: Acquire, question: Expression) -> None:
@@ -365,6 +359,21 @@ def still_held(line: Line, hold: Hold) -> bool:
         return False
     mine = f"granted AND pid = pg_backend_pid() AND {written_out(*matches(hold.id))}"
     return line.ask(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {mine})")[0][0] == b"t"
+
+
+def ask_once(settings: Settings, question: str) -> bytes | None:
+    """Ask for one value, in no transaction. Raises `LockUnavailable` and `LockSetupError`."""
+    line = warm_line(settings) or Line(settings)
+    try:
+        ((answer,),) = line.ask(question)
+    except psycopg.Error as exc:
+        line.close()
+        raise LockUnavailable(reason_of(exc)) from exc
+    except BaseException:
+        line.close()
+        raise
+    put_back(line)
+    return answer
 
 
 class LineLost(Exception):

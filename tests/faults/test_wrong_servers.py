@@ -19,10 +19,10 @@ from localservers import PgBouncer, PostgreSQL
 STUB = "CREATE FUNCTION public.pg_try_advisory_lock({}) RETURNS boolean LANGUAGE sql AS 'SELECT {}'"
 
 
-def refused(fleet: Fleet, *words: str) -> None:
+def refused(fleet: Fleet, *words: str, app: str = "faults.shop") -> None:
     """A worker says what is wrong and exits before any body runs."""
     fleet.send("skip", "a")
-    worker = fleet.worker("prefork", 1, ready=False)
+    worker = fleet.worker("prefork", 1, app=app, ready=False)
     assert worker.wait_ended(30) != 0
     text = worker.text()
     assert " ready.\n" not in text
@@ -76,9 +76,10 @@ def pair() -> Iterator[tuple[PostgreSQL, PostgreSQL]]:
         yield primary, standby
 
 
-def test_standby_is_refused(make_fleet: FleetMaker, pair: tuple[PostgreSQL, PostgreSQL]) -> None:
-    """Its locks are unknown to the primary."""
-    refused(make_fleet(dsn=pair[1].url()), "standby", "pglock_database_url")
+@pytest.mark.parametrize("app", ["faults.shop", "faults.pooled"], ids=["sessions", "transactions"])
+def test_standby_is_refused(make_fleet: FleetMaker, pair: tuple[PostgreSQL, PostgreSQL], app: str) -> None:
+    """Its locks are unknown to the primary, and no transaction could write there."""
+    refused(make_fleet(dsn=pair[1].url()), "standby", "pglock_database_url", app=app)
 
 
 def hosts(*servers: PostgreSQL) -> str:

@@ -161,12 +161,15 @@ def test_a_server_whose_locks_do_not_exclude_is_refused(
 
 
 def test_a_standby_is_refused(small_server: PostgreSQL) -> None:
-    """Its locks are unknown to the primary, whose name the error asks for."""
+    """Its locks are unknown to the primary, whose name the error asks for. In both scopes."""
     with small_server.standby() as standby:
-        with pytest.raises(LockSetupError, match=r"standby.*name the primary"):
-            probe(Settings(standby.url()))
+        for transactions in (False, True):
+            with pytest.raises(LockSetupError, match=r"pglock_database_url.*standby.*name the primary"):
+                probe(Settings(standby.url()), transactions=transactions)
+        assert standby.execute("SELECT 1 FROM pg_stat_activity WHERE application_name LIKE 'pglock %'") == []
         standby.promote()
-        probe(Settings(standby.url()))
+        for transactions in (False, True):
+            probe(Settings(standby.url()), transactions=transactions)
 
 
 # A pooler in the way.
