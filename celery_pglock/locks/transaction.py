@@ -293,7 +293,9 @@ class Transaction:
         except psycopg.Error as exc:
             broken = is_broken(line.connection, exc)
             line.close()
-            raise LineLost(reason_of(exc)) from exc if broken else refusal_of(exc)
+            if broken:
+                raise LineLost(reason_of(exc)) from exc
+            raise refusal_of(exc) from exc
         except BaseException:
             self._line = None
             line.close()

@@ -18,6 +18,7 @@ from celery_pglock.locks.keeper import Keeper
 from celery_pglock.locks.probe import probe
 from celery_pglock.locks.session import Acquire, Answer, Release, Session
 from celery_pglock.locks.settings import Settings
+from celery_pglock.locks.transaction import Transaction
 from integration.judge import Judge, eventually
 from localservers import PgBouncer, PostgreSQL
 
@@ -124,6 +125,22 @@ def test_a_missing_right_is_named(as_role: NewKeeper, observer: psycopg.Connecti
     assert isinstance(error, LockSetupError)
     assert "pglock_database_url" in str(error)
     assert "pg_try_advisory_lock" in str(error)
+
+
+def test_a_missing_right_is_named_in_a_transaction(
+    postgres: PostgreSQL, dbname: str, role: str, observer: psycopg.Connection, judge: Judge
+) -> None:
+    """As for a session: told as what may pass, the task would come back for ever."""
+    scope = Transaction(Settings(postgres.url(dbname, user=role)))
+    observer.execute("REVOKE EXECUTE ON FUNCTION pg_try_advisory_xact_lock(bigint) FROM PUBLIC")
+    try:
+        asked = scope.acquire(Hold(ID))
+    finally:
+        observer.execute("GRANT EXECUTE ON FUNCTION pg_try_advisory_xact_lock(bigint) TO PUBLIC")
+    assert asked.answer is Answer.UNKNOWN
+    assert isinstance(asked.error, LockSetupError)
+    assert "pg_try_advisory_xact_lock" in str(asked.error)
+    judge.sees_nothing_left()
 
 
 @pytest.fixture
