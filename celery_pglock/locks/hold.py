@@ -100,7 +100,10 @@ class Hold:
         """
         self.check()
         if self._connection is None or self._status is not self.Status.HELD:
-            raise TypeError(f'{self!r} lives in no open transaction: set lock_scope="transaction"')
+            raise TypeError(
+                f'{self!r} lives in no open transaction: set lock_scope="transaction" where it was acquired,'
+                " which may be around what asks here"
+            )
         return self._connection
 
     def fencing_token(self) -> int:

@@ -417,6 +417,20 @@ def test_the_connection_is_refused_outside_of_a_transaction(app: Celery, dsn: st
         lock.connection  # noqa: B018
 
 
+def test_a_transaction_inside_of_a_session_s_hold_lends_none(app: Celery, dsn: str, judge: Judge) -> None:
+    """It runs under the hold that is there, and says where to look. Two such scopes share the outer one."""
+    inner = task(app, lambda: None)
+    for scope in ("session", "transaction"):
+        with advisory_lock(ID, scope=scope, database_url=dsn):
+            result = inner.apply()
+            assert len(judge.locks()) == 1
+        if scope == "session":
+            assert isinstance(result.result, TypeError)
+            assert 'lock_scope="transaction" where it was acquired, which may be around' in str(result.result)
+        else:
+            assert result.state == "SUCCESS", result.result
+
+
 # When it is lost.
 
 
