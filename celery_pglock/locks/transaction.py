@@ -348,6 +348,9 @@ class Transaction:
             if not still_held(line, line.hold):
                 line.hold._lost(ENDED_BY_BODY, by_body=True)
         except psycopg.Error as exc:
+            if line.is_gone_by(exc):
+                line.hold._lost(reason_of(exc))
+                raise line.hold.loss() from exc
             raise LockUnavailable(reason_of(exc)) from exc
         return int(token or 0)
 

@@ -345,6 +345,15 @@ def test_no_fencing_token_is_drawn_without_the_lock(dsn: str, judge: Judge, stat
     judge.give_back()
 
 
+def test_a_fencing_token_of_a_lost_connection_is_a_loss(dsn: str) -> None:
+    """Whether the watch saw it before, or the question found out."""
+    for _ in range(20):
+        with pytest.raises(LockLost), advisory_lock(ID, scope="transaction", database_url=dsn) as lock:  # noqa: PT012
+            with closing(psycopg.connect(dsn, autocommit=True)) as connection:
+                connection.execute("SELECT pg_terminate_backend(%s)", [lock.connection.info.backend_pid])
+            lock.fencing_token()
+
+
 def test_a_fencing_token_is_drawn_under_the_lock(dsn: str) -> None:
     """The control: each higher than the one before."""
     tokens = []
