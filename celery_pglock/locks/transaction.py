@@ -121,8 +121,13 @@ class Line:
         self.ended = False
         self.running: set[Interrupt] = set()
         self.watch = Watch(self._on_end, self._on_pause)
-        self.watch.look_at(self.connection.fileno(), self)
-        _lines.add(self)
+        try:
+            self.watch.look_at(self.connection.fileno(), self)
+            _lines.add(self)
+        except BaseException:
+            # Interrupted: the watch would keep it open for ever.
+            self.close()
+            raise
 
     def ask(self, *statements: str) -> list[list[bytes | None]]:
         """Send statements together, in a bounded time, and return the rows of the last."""
@@ -269,19 +274,27 @@ class Transaction:
         return None if holder is None else holder.decode(errors="replace")
 
     def _ask(self, asked: Acquire, question: Expression) -> None:
+        line = warm_line(self._settings)
+        was_warm = line is not None
         try:
-            line = warm_line(self._settings)
+            line = line or Line(self._settings)
             try:
-                self._try(line or Line(self._settings), asked, question)
+                self._try(line, asked, question)
             except LineLost:
                 # A warm one may have ended while nobody used it: that costs nothing.
-                if line is None:
+                if not was_warm:
                     raise
-                self._try(Line(self._settings), asked, question)
-        except LineLost as exc:
-            asked.answer, asked.error = Answer.UNKNOWN, LockUnavailable(str(exc))
-        except LockError as exc:
-            asked.answer, asked.error = Answer.UNKNOWN, exc
+                line = Line(self._settings)
+                self._try(line, asked, question)
+        except BaseException as exc:
+            # Refused, broken or interrupted: nothing is to stay held on it.
+            self._line = None
+            if line is not None:
+                line.close()
+            if not isinstance(exc, (LineLost, LockError)):
+                raise
+            asked.answer = Answer.UNKNOWN
+            asked.error = exc if isinstance(exc, LockError) else LockUnavailable(str(exc))
 
     def _try(self, line: Line, asked: Acquire, question: Expression) -> None:
         try:
@@ -296,10 +309,6 @@ class Transaction:
             if broken:
                 raise LineLost(reason_of(exc)) from exc
             raise refusal_of(exc) from exc
-        except BaseException:
-            self._line = None
-            line.close()
-            raise
 
     def _lock(self, line: Line, asked: Acquire, question: Expression) -> bytes | None:
         unlimited = set_statement({**UNLIMITED, **patience(self._settings)}, local=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import gc
 import linecache
 import random
 import signal
@@ -34,6 +35,7 @@ from celery_pglock.locks import process
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.session import Answer
+from celery_pglock.locks.transaction import close_warm
 from integration.judge import Judge, eventually
 
 ID, STEADY, PROBE = LockId(1), LockId(2), LockId(3)
@@ -208,6 +210,37 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
         if not nothing_left:
             left.append(place)
             for pid in judge.sessions():
+                judge.end(pid)
+    assert 50 < n < 1000
+    assert not left, "\n".join(left)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_an_interrupt_at_any_line_of_a_transaction_leaves_no_session(app: Celery, judge: Judge) -> None:
+    """Also while its connection opens. Until the watch knows it, it is left to the garbage collector."""
+
+    @app.task(base=AdvisoryLockedTask, name="f", lock_key=lambda: ID, lock_scope="transaction", shared=False)
+    def f() -> None: ...
+
+    def interrupt(n: int) -> str:
+        close_warm()
+        tracer = Tracer(n)
+        execution(f, lambda: tracer.during(f))
+        close_warm()
+        gc.collect()
+        return tracer.place
+
+    left = []
+    for n in range(1, 2000):
+        place = contextvars.copy_context().run(interrupt, n)
+        if not place:
+            break
+        deadline = time.monotonic() + 1
+        while (sessions := judge.sessions()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if sessions:
+            left.append(place)
+            for pid in sessions:
                 judge.end(pid)
     assert 50 < n < 1000
     assert not left, "\n".join(left)
