@@ -21,7 +21,17 @@ from .locks.hold import Hold
 
 __all__ = ["pglock"]
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGTSTP,
+)
+
+#: By these a terminal stops a job. Who stops the command by SIGSTOP lets it go on as well.
+JOB_CONTROL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 
 #: Seconds between SIGTERM and SIGKILL for a command whose lock is lost.
 GRACE = 5.0
@@ -29,8 +39,9 @@ GRACE = 5.0
 #: Seconds between two looks at the command and the lock.
 LOOK_EVERY = 0.05
 
-#: Waits for the end of the runner, which closes its pipe however it comes, and ends the command's group.
-HEIR = 'read -r _; kill -s KILL -- "-$0"'
+#: Is told the command's group, waits for the end of the runner, which closes its pipe however it comes, and
+#: ends the group.
+HEIR = 'read -r group || exit; read -r _; kill -s KILL -- "-$group"'
 
 
 @click.group(name="pglock")
@@ -56,7 +67,7 @@ def run(  # noqa: PLR0917 - click passes them by name
     mode = "shared" if shared else "exclusive"
     try:
         with advisory_lock(name, None if wait < 0 else wait, mode=mode, limit=limit, app=ctx.obj.app) as lock:
-            code = run_under(lock, command)
+            code = Job(lock).run(command)
     except LockNotAcquired as exc:
         end(exc, os.EX_TEMPFAIL)
     except LockLost as exc:
@@ -73,62 +84,124 @@ def end(error: Exception, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def run_under(lock: Hold, command: tuple[str, ...]) -> int:
-    """Run a command to its end, or to that of the lock, with all that it starts."""
-    in_foreground = os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+class Job:
+    """A command under a lock, and what it starts: a process group, and one job with its runner to a shell."""
+
+    def __init__(self, lock: Hold) -> None:
+        self.lock = lock
+        self.command: subprocess.Popen[bytes] | None = None
+        #: Signals that came before there was a command.
+        self.early: list[int] = []
+        self.in_foreground = has_terminal()
+
+    def run(self, arguments: tuple[str, ...]) -> int:
+        """Run a command to its end, or to that of the lock, and return what a shell would say of it."""
+        # Both come before the command: it lives at no moment without one who ends it.
+        ignored = [number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
+        for number in FORWARDED:
+            signal.signal(number, lambda received, _: self.send(received))
+        heir = subprocess.Popen(["sh", "-c", HEIR], stdin=subprocess.PIPE, start_new_session=True)
+        begin = partial(self.begin, heir, ignored)
+        try:
+            self.command = command = subprocess.Popen(arguments, preexec_fn=begin)
+        except OSError as exc:
+            click.echo(f"pglock: {arguments[0]}: {exc.strerror}", err=True)
+            return 127 if isinstance(exc, FileNotFoundError) else 126
+        else:
+            for early in self.early:
+                self.send(early)
+            return self.wait(command)
+        finally:
+            heir.kill()
+            heir.communicate()
+            if self.in_foreground:
+                give_terminal_to(os.getpgrp())
+
+    def begin(self, heir: subprocess.Popen[bytes], ignored: list[signal.Signals]) -> None:
+        """Begin a process group, so that a signal reaches all of it. Called in the command's process."""
+        assert heir.stdin is not None
+        os.setpgid(0, 0)
+        os.write(heir.stdin.fileno(), b"%d\n" % os.getpid())
+        if self.in_foreground:
+            give_terminal_to(os.getpid())
+        # Whoever ignores a signal has his command ignore it, as under nohup.
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the command and to what it started."""
+        if self.command is None:
+            self.early.append(number)
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(self.command.pid, number)
+
+    def wait(self, command: subprocess.Popen[bytes]) -> int:
+        while command.poll() is None:
+            if self.lock.lost:
+                self.end(command)
+                break
+            if (number := stopped_by(command)) in JOB_CONTROL:
+                self.stop(number)
+            elif has_terminal():
+                self.enter_foreground()
+            with suppress(subprocess.TimeoutExpired):
+                command.wait(LOOK_EVERY)
+        return command.returncode if command.returncode >= 0 else 128 - command.returncode
+
+    def end(self, command: subprocess.Popen[bytes]) -> None:
+        """End a command that has lost its lock."""
+        self.send(signal.SIGTERM)
+        # One that is stopped does not hear it otherwise.
+        self.send(signal.SIGCONT)
+        deadline = time.monotonic() + GRACE
+        while command.poll() is None and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY)
+        self.send(signal.SIGKILL)
+        command.wait()
+
+    def stop(self, number: int) -> None:
+        """Stop as the command was stopped, since the shell looks at its own child, and go on with it."""
+        if number == signal.SIGTSTP or not has_terminal():
+            if self.in_foreground:
+                give_terminal_to(os.getpgrp())
+            handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.killpg(os.getpgrp(), signal.SIGTSTP)
+            # Here it goes on, in the foreground or not.
+            signal.signal(signal.SIGTSTP, handler)
+            self.in_foreground = False
+        if has_terminal():
+            self.enter_foreground()
+        self.send(signal.SIGCONT)
+
+    def enter_foreground(self) -> None:
+        """Pass the terminal on, which the shell gives to the runner."""
+        assert self.command is not None
+        give_terminal_to(self.command.pid)
+        self.in_foreground = True
+
+
+def stopped_by(command: subprocess.Popen[bytes]) -> int | None:
+    """Return the signal that has just stopped a command."""
+    pid, status = os.waitpid(command.pid, os.WNOHANG | os.WUNTRACED)
+    if pid and os.WIFSTOPPED(status):
+        return os.WSTOPSIG(status)
+    if pid:
+        command.returncode = os.waitstatus_to_exitcode(status)
+    return None
+
+
+def has_terminal() -> bool:
+    """Whether the terminal listens to this process."""
     try:
-        process = subprocess.Popen(command, preexec_fn=partial(lead_a_group, in_foreground=in_foreground))
-    except OSError as exc:
-        click.echo(f"pglock: {command[0]}: {exc.strerror}", err=True)
-        return 127 if isinstance(exc, FileNotFoundError) else 126
-    for number in FORWARDED:
-        signal.signal(number, lambda received, _: signal_group(process, received))
-    heir = subprocess.Popen(
-        ["sh", "-c", HEIR, str(process.pid)], stdin=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        return wait_under(lock, process)
-    finally:
-        heir.kill()
-        heir.communicate()
-        if in_foreground:
-            give_terminal_to(os.getpgrp())
-
-
-def wait_under(lock: Hold, process: subprocess.Popen[bytes]) -> int:
-    while process.poll() is None:
-        if lock.lost:
-            stop(process)
-            break
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(LOOK_EVERY)
-    return process.returncode if process.returncode >= 0 else 128 - process.returncode
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a command that has lost its lock."""
-    signal_group(process, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(LOOK_EVERY)
-    signal_group(process, signal.SIGKILL)
-    process.wait()
-
-
-def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the command and to what it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def lead_a_group(*, in_foreground: bool) -> None:
-    """Begin a process group, so that a signal reaches all of it, and let it have the terminal."""
-    os.setpgid(0, 0)
-    if in_foreground:
-        give_terminal_to(os.getpid())
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def give_terminal_to(group: int) -> None:
     previous = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    os.tcsetpgrp(0, group)
+    # Somebody may have hung up.
+    with suppress(OSError):
+        os.tcsetpgrp(0, group)
     signal.signal(signal.SIGTTOU, previous)

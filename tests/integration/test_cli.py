@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import select
+import shlex
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +27,19 @@ import os
 from celery import Celery
 app = Celery("proj", broker="memory://")
 app.conf.pglock_database_url = os.environ["TEST_DSN"]
+"""
+
+#: A runner that the machine leaves alone for a moment each time that it has started something.
+SLOW = """
+import subprocess
+import time
+
+class Slow(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        time.sleep(0.5)
+
+subprocess.Popen = Slow
 """
 
 Run = Callable[..., "subprocess.Popen[str]"]
@@ -52,6 +70,66 @@ def run(dsn: str, tmp_path: Path, judge: Judge) -> Iterator[Run]:
             process.kill()
         process.communicate()
     judge.sees_nothing_left()
+
+
+class Terminal:
+    """A terminal with an interactive shell, as people use it."""
+
+    def __init__(self, folder: Path, dsn: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self._seen = ""
+        self.shell = subprocess.Popen(
+            ["bash", "--norc", "--noprofile", "--noediting", "-i"],
+            cwd=folder,
+            env={**os.environ, "TEST_DSN": dsn, "PS1": "", "HISTFILE": "", "LC_ALL": "C"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            preexec_fn=own_terminal,
+        )
+        os.close(theirs)
+
+    def types(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def sees(self, text: str, within: float = 20) -> None:
+        """Wait for a text behind the one that was seen last."""
+        deadline = time.monotonic() + within
+        while text not in self._seen:
+            left = deadline - time.monotonic()
+            assert left > 0, f"not {text!r}, but {self._seen!r}"
+            if select.select([self._ours], [], [], left)[0]:
+                self._seen += os.read(self._ours, 4096).decode()
+        self._seen = self._seen.partition(text)[2]
+
+    def answers(self) -> None:
+        """The shell has the terminal: it computes what the echo of the question does not show."""
+        self.types("echo $((6 * 7))th\n")
+        self.sees("42th", 5)
+
+    def close(self) -> None:
+        self.shell.kill()
+        self.shell.wait()
+        os.close(self._ours)
+
+
+def own_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def terminal(run: Run, dsn: str, tmp_path: Path) -> Iterator[Terminal]:
+    """With `run` for the project, and for the look at what is left."""
+    terminal = Terminal(tmp_path, dsn)
+    yield terminal
+    # To close it hangs up on all that runs there.
+    terminal.close()
+
+
+def under_the_lock(*command: str) -> str:
+    runner = [sys.executable, "-m", "celery", "-A", "proj", "pglock", "run", "migrate"]
+    return shlex.join([*runner, *command]) + "\n"
 
 
 def ended(process: subprocess.Popen[str], timeout: float = 30) -> tuple[int, str, str]:
@@ -276,3 +354,111 @@ def test_a_command_has_no_part_in_the_lock(run: Run, judge: Judge) -> None:
     assert process.stdout.readline()
     assert ended(process)[0] == 0
     assert judge.held() == set()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_no_signal_finds_a_command_alone(run: Run, tmp_path: Path, name: str) -> None:
+    """Not between its start and the runner's next step either."""
+    with (tmp_path / "proj.py").open("a") as project:
+        project.write(SLOW)
+    process = run("migrate", "--", "sh", "-c", f"echo $$; kill -s {name[3:]} $PPID; sleep 20 >/dev/null 2>&1")
+    pid = started(process)
+    try:
+        assert process.wait(10) == (128 + signal.SIGTERM if name == "SIGTERM" else -signal.SIGKILL)
+        eventually(lambda: not alive(pid), "the command runs on without its lock", within=2)
+    finally:
+        if alive(pid):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_signal_that_is_ignored_is_ignored_by_the_command(run: Run) -> None:
+    """As under nohup: the runner takes a signal for itself, and leaves it to the command as it was."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = run("migrate", "--", "sh", "-c", "kill -s HUP $$ $PPID; sleep 0.2; echo $$")
+        assert started(process)
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert ended(process)[0] == 0
+
+
+#: Answers each line that it is given.
+ANSWER = ["--", "sed", "-u", "s/^/got /"]
+
+
+def test_ctrl_z_gives_the_terminal_back(terminal: Terminal, judge: Judge) -> None:
+    """Command and runner stop as one job with the lock, and go on as one."""
+    terminal.types(under_the_lock(*ANSWER))
+    eventually(judge.held, "it runs", within=20)
+    terminal.types("one\n")
+    terminal.sees("got one")
+    terminal.types("\x1a")
+    terminal.sees("Stopped")
+    terminal.answers()
+    assert judge.held() == {MIGRATE}
+    terminal.types("fg\n")
+    terminal.types("two\n")
+    terminal.sees("got two")
+    # It has no say in the background: the terminal stops it there.
+    terminal.types("\x1a")
+    terminal.sees("Stopped")
+    terminal.types("bg; wait %1; jobs\n")
+    terminal.sees("Stopped")
+    terminal.answers()
+    terminal.types("fg\n")
+    terminal.types("three\n")
+    terminal.sees("got three")
+    terminal.types("\x04")
+    eventually(lambda: not judge.held(), "it is done")
+    terminal.answers()
+
+
+#: Its output is told from the echo of its text.
+TELL = "import time\nfor n in range(600): print('line', n); time.sleep(0.1)"
+
+
+def test_a_command_goes_on_in_the_background(terminal: Terminal, judge: Judge) -> None:
+    """It takes the terminal from nobody, and gets it back with `fg`."""
+    terminal.types(under_the_lock(*python(TELL)))
+    terminal.sees("line 1")
+    terminal.types("\x1a")
+    terminal.sees("Stopped")
+    terminal.types("bg\n")
+    terminal.sees("line ")
+    terminal.answers()
+    # The first line may still be one of the background.
+    terminal.types("fg\n")
+    terminal.sees("line ")
+    terminal.sees("line ")
+    terminal.types("\x1a")
+    terminal.sees("Stopped")
+    terminal.answers()
+    terminal.types("fg\n")
+    terminal.sees("line ")
+    terminal.types("\x03")
+    eventually(lambda: not judge.held(), "Ctrl-C ends it")
+    terminal.answers()
+
+
+def test_a_stopped_command_is_killed_with_its_job(terminal: Terminal, judge: Judge) -> None:
+    """By the shell's `kill`, which lets it go on as well."""
+    terminal.types(under_the_lock(*ANSWER))
+    eventually(judge.held, "it runs", within=20)
+    terminal.types("one\n")
+    terminal.sees("got one")
+    terminal.types("\x1a")
+    terminal.sees("Stopped")
+    terminal.types("kill %1\n")
+    eventually(lambda: not judge.held(), "it is ended")
+    terminal.answers()
+
+
+def test_a_stopped_command_ends_when_its_lock_is_lost(run: Run, judge: Judge) -> None:
+    """Somebody has stopped the command alone."""
+    process = run("migrate", *python(WORK))
+    pid = started(process)
+    os.kill(pid, signal.SIGSTOP)
+    since = time.monotonic()
+    judge.end(judge.holder(MIGRATE))
+    assert ended(process)[0] == os.EX_IOERR
+    assert time.monotonic() - since < 3
