@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import metadata
 
+import psycopg
 import pytest
 
 from faults.documents import ROOT, Block, all_blocks, block, filled_in, table, tasks_of, without
 from faults.fleet import flush, wait_for
+from faults.judge import TAKE
 from faults.project import Project, books, database, kill
 from localservers import PostgreSQL, Redis
 
@@ -269,7 +271,9 @@ def check_entry(project: Project, text: str) -> None:
 
 def test_sql_tells_who_holds_a_name_and_takes_it_away(project: Project) -> None:
     """The README's question, and what it says beneath it."""
-    assert project.observer.execute(HOLDER.text).fetchall() == []
+    with psycopg.connect(project.observer.info.dsn, dbname="postgres") as other:
+        other.execute(TAKE, ["celery:shop.train:tenant:42"])
+        assert project.observer.execute(HOLDER.text).fetchall() == [], "the holder in another database"
     result = project.send("shop.train", 42)
     assert project.fate(result) == "runs"
     ((pid, application, *_),) = project.observer.execute(HOLDER.text).fetchall()
