@@ -89,7 +89,7 @@ class LockUnavailable(LockError):
 
 
 class LockDeadlock(LockError):
-    """PostgreSQL ended a wait that could never have ended: two sessions wait for each other's locks.
+    """A wait that could never have ended: PostgreSQL ended it, or it was refused.
 
     ``args``: the reason.
     """
@@ -100,7 +100,7 @@ class LockDeadlock(LockError):
         super().__init__(reason)
 
     def __str__(self) -> str:
-        return f"this session and another wait for each other's locks: {self.args[0]}"
+        return str(self.args[0])
 
 
 class LockSetupError(LockError):

@@ -180,7 +180,9 @@ def covering(hold: Hold) -> Hold | None:
     for outer in _context.get():
         if outer.id == hold.id and outer.status is outer.Status.HELD:
             if outer.shared and not hold.shared:
-                raise LockDeadlock(f"an exclusive lock {hold.label!r} inside of its own shared one")
+                raise LockDeadlock(
+                    f"an exclusive lock {hold.label!r} inside of its own shared one would wait for itself"
+                )
             return outer
     return None
 

@@ -241,7 +241,7 @@ def is_broken(connection: Connection, exc: psycopg.Error) -> bool:
 def refusal_of(exc: psycopg.Error) -> LockError:
     """What can't pass by itself (no such function, no right to call it), and what may."""
     if isinstance(exc, psycopg.errors.DeadlockDetected):
-        return LockDeadlock(reason_of(exc))
+        return LockDeadlock(f"this session and another wait for each other's locks: {reason_of(exc)}")
     if exc.sqlstate is not None and exc.sqlstate.startswith("42"):
         return LockSetupError(f"the server of pglock_database_url lacks what locks need: {reason_of(exc)}")
     return LockUnavailable(reason_of(exc))

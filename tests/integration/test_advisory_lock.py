@@ -427,7 +427,7 @@ def test_a_reader_does_not_write_under_its_own_lock(dsn: str, judge: Judge) -> N
         with psycopg.connect(dsn, autocommit=True) as reader:
             reader.execute("SELECT pg_advisory_lock_shared(%s)", [DEPLOY[0]])
             ran = False
-            with pytest.raises(LockDeadlock):  # noqa: SIM117
+            with pytest.raises(LockDeadlock, match=r"^an exclusive lock 'celery:deploy' inside"):  # noqa: SIM117
                 with advisory_lock("deploy", database_url=dsn):
                     ran = True
             assert not ran, "an exclusive block ran beside a reader"
