@@ -23,19 +23,25 @@ class LockError(Exception):
     __module__ = "celery_pglock"
 
 
-class LockKeyError(LockError):
+class _ReasonError(LockError):
+    """An error whose one value is the reason."""
+
+    _text = "{}"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return self._text.format(self.args[0])
+
+
+class LockKeyError(_ReasonError):
     """No stable name can be made from the arguments, or from the key that was asked for.
 
     ``args``: the reason.
     """
 
     __module__ = "celery_pglock"
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class LockNotAcquired(LockError):
@@ -73,22 +79,17 @@ class LockLost(LockError):
         return f"lock {lock!r} was lost: {reason}"
 
 
-class LockUnavailable(LockError):
+class LockUnavailable(_ReasonError):
     """The lock could not be asked for. Never a sign that somebody else holds the name.
 
     ``args``: the reason.
     """
 
     __module__ = "celery_pglock"
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return f"the lock could not be asked for: {self.args[0]}"
+    _text = "the lock could not be asked for: {}"
 
 
-class LockDeadlock(LockError):
+class LockDeadlock(_ReasonError):
     """A wait that could never have ended: PostgreSQL ended it, or it was refused.
 
     ``args``: the reason.
@@ -96,23 +97,11 @@ class LockDeadlock(LockError):
 
     __module__ = "celery_pglock"
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class LockSetupError(LockError):
+class LockSetupError(_ReasonError):
     """What was set up can't work, now or later: the text names the setting to change.
 
     ``args``: the reason.
     """
 
     __module__ = "celery_pglock"
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-
-    def __str__(self) -> str:
-        return str(self.args[0])
