@@ -199,6 +199,16 @@ def test_skipped_chain_inside_a_chord_fails_the_chord(callers: Fleet, held: str)
         result.get(timeout=TIMEOUT)
 
 
+@pytest.mark.parametrize(("task", "error"), [("skip", TaskRevokedError), ("raises", LockNotAcquired)])
+def test_what_came_before_a_group_tells(callers: Fleet, held: str, task: str, error: type[Exception]) -> None:
+    """The group that a chain ends with waits for ever, in Celery itself: the task before it does not."""
+    before = callers.signature(task, held)
+    last = group(callers.signature("plain"), callers.signature("plain"), app=callers.app)
+    result = chain(before, last, app=callers.app).apply_async()
+    with pytest.raises(error):
+        result.parent.get(timeout=TIMEOUT)
+
+
 def test_map_has_the_marker_in_the_items_place(callers: Fleet, held: str) -> None:
     """``map``, ``starmap`` and ``chunks``: each item has its own lock."""
     # Each shape has names of its own: they run beside each other.
