@@ -92,7 +92,9 @@ class Job:
         self.command: subprocess.Popen[bytes] | None = None
         #: Signals that came before there was a command.
         self.early: list[int] = []
-        self.in_foreground = has_terminal()
+        #: A pager that shows the output needs the terminal: then the command gets it when it asks.
+        self.has_reader = not os.isatty(1)
+        self.in_foreground = has_terminal() and not self.has_reader
 
     def run(self, arguments: tuple[str, ...]) -> int:
         """Run a command to its end, or to that of the lock, and return what a shell would say of it."""
@@ -143,7 +145,7 @@ class Job:
                 break
             if (number := stopped_by(command)) in JOB_CONTROL:
                 self.stop(number)
-            elif has_terminal():
+            elif has_terminal() and not self.has_reader:
                 self.enter_foreground()
             with suppress(subprocess.TimeoutExpired):
                 command.wait(LOOK_EVERY)
@@ -162,7 +164,8 @@ class Job:
 
     def stop(self, number: int) -> None:
         """Stop as the command was stopped, since the shell looks at its own child, and go on with it."""
-        if number == signal.SIGTSTP or not has_terminal():
+        asks = number != signal.SIGTSTP
+        if not asks or not has_terminal():
             if self.in_foreground:
                 give_terminal_to(os.getpgrp())
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
@@ -170,7 +173,7 @@ class Job:
             # Here it goes on, in the foreground or not.
             signal.signal(signal.SIGTSTP, handler)
             self.in_foreground = False
-        if has_terminal():
+        if has_terminal() and (asks or not self.has_reader):
             self.enter_foreground()
         self.send(signal.SIGCONT)
 

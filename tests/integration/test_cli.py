@@ -413,6 +413,43 @@ def test_ctrl_z_gives_the_terminal_back(terminal: Terminal, judge: Judge) -> Non
     terminal.answers()
 
 
+def test_ctrl_z_stops_the_script_too(terminal: Terminal, judge: Judge, tmp_path: Path) -> None:
+    """Its shell shares the runner's group, and waits for it."""
+    (tmp_path / "script").write_text(f"{under_the_lock(*ANSWER)}echo ended with $?\n")
+    terminal.types("sh script\n")
+    eventually(judge.held, "it runs", within=20)
+    terminal.types("one\n")
+    terminal.sees("got one")
+    terminal.types("\x1a")
+    terminal.sees("Stopped")
+    terminal.answers()
+    terminal.types("fg\n")
+    terminal.types("two\n")
+    terminal.sees("got two")
+    terminal.types("\x04")
+    terminal.sees("ended with 0")
+    terminal.answers()
+
+
+def test_a_pager_has_the_terminal(terminal: Terminal, tmp_path: Path) -> None:
+    """What reads a command's output listens to the user, until the command itself asks for him."""
+    pager = "sh -c 'read key </dev/tty; echo pager got $key; exec cat'"
+    command = python(
+        "import os, time\nwhile not os.path.exists('ask'): time.sleep(0.01)\nprint('command got', input())"
+    )
+    terminal.types(f"{under_the_lock(*command).strip()} | {pager}\n")
+    terminal.types("one\n")
+    terminal.sees("pager got one")
+    terminal.types("\x1a")
+    terminal.sees("Stopped")
+    terminal.answers()
+    terminal.types("fg\n")
+    (tmp_path / "ask").touch()
+    terminal.types("two\n")
+    terminal.sees("command got two")
+    terminal.answers()
+
+
 #: Its output is told from the echo of its text.
 TELL = "import time\nfor n in range(600): print('line', n); time.sleep(0.1)"
 
