@@ -17,7 +17,6 @@ __all__ = [
     "Answer",
     "FindHolder",
     "FindStatement",
-    "NextToken",
     "Ping",
     "Release",
     "Request",
@@ -80,14 +79,6 @@ class FindStatement:
 
 
 @dataclass(eq=False)
-class NextToken:
-    """Ask for a number that is greater than every one before, in the whole cluster."""
-
-    token: int | None = None
-    error: LockError | None = None
-
-
-@dataclass(eq=False)
 class Ping:
     """Ask for a sign of life. Owed unlocks ride along."""
 
@@ -101,7 +92,7 @@ class Statement:
     error: psycopg.Error | LockError | None = None
 
 
-Request = Acquire | Release | FindHolder | FindStatement | NextToken | Ping | Statement
+Request = Acquire | Release | FindHolder | FindStatement | Ping | Statement
 
 
 #: A row of PostgreSQL has room for 1664 columns.
@@ -147,5 +138,5 @@ def refuse(requests: Sequence[Request], error: LockError) -> None:
     for request in requests:
         if isinstance(request, Acquire):
             request.answer, request.error = Answer.UNKNOWN, error
-        elif isinstance(request, (FindStatement, Statement, NextToken)):
+        elif isinstance(request, (FindStatement, Statement)):
             request.error = error

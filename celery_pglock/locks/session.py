@@ -29,7 +29,6 @@ from .requests import (
     Answer,
     FindHolder,
     FindStatement,
-    NextToken,
     Release,
     Request,
     Statement,
@@ -267,8 +266,6 @@ class Session:
             return self._plan_acquire(request)
         if isinstance(request, FindHolder):
             return self._plan_finding(request)
-        if isinstance(request, NextToken):
-            return self._plan_token(request)
         if isinstance(request, FindStatement):
             return self._plan_finding_statement(request)
         return [(("true", ()), ignore)]
@@ -362,12 +359,6 @@ class Session:
             request.statement = None if statement is None else statement.decode(errors="replace")
 
         return [(statement_query(request.id), settle)]
-
-    def _plan_token(self, request: NextToken) -> Sequence[Column]:
-        def settle(token: bytes | None) -> None:
-            request.token = None if token is None else int(token)
-
-        return [(("pg_current_xact_id()", ()), settle)]
 
     def _execute(self, columns: Sequence[Column]) -> None:
         texts: list[str] = []

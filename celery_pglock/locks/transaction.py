@@ -39,7 +39,7 @@ from .server import (
     written_out,
 )
 from .settings import Settings
-from .sql import answer_of, if_locked, milliseconds, queue_up, try_lock
+from .sql import DRAW, answer_of, if_locked, milliseconds, queue_up, try_lock
 from .watch import Watch
 
 __all__ = ["BodyConnection", "Transaction", "close_warm", "disown_all"]
@@ -206,16 +206,21 @@ class Transaction:
         With ``kindred`` any other id with the same first half.
         """
         try:
-            line = warm_line(self._settings) or Line(self._settings)
-        except LockError:
+            holder = self._ask_beside("SELECT " + written_out(*holder_query(id, kindred=kindred)))
+        except (LockError, psycopg.Error):
             return None
-        try:
-            holder = line.ask("SELECT " + written_out(*holder_query(id, kindred=kindred)))[0][0]
-        except psycopg.Error as exc:
-            line.close(reason_of(exc))
-            return None
-        put_back(line)
         return None if holder is None else holder.decode(errors="replace")
+
+    def _ask_beside(self, question: str) -> bytes | None:
+        """Ask on another line than the transaction's. Raises the driver's error, and `LockUnavailable`."""
+        line = warm_line(self._settings) or Line(self._settings)
+        try:
+            answer = line.ask(RESET, question)[0][0]
+        except BaseException as exc:
+            line.close(reason_of(exc))
+            raise
+        put_back(line)
+        return answer
 
     def _ask(self, asked: Acquire, question: Expression) -> None:
         try:
@@ -285,7 +290,8 @@ class Transaction:
         if line is None or line.hold is None:
             raise LockUnavailable("its transaction is over")
         try:
-            token = line.ask("SELECT pg_current_xact_id()")[0][0]
+            # What is drawn in the open transaction is not written before its end.
+            token = self._ask_beside(DRAW)
             # In this order: what was drawn before the end is below what the next holder draws.
             if not still_held(line, line.hold):
                 line.hold._lost("the body ended its transaction itself")
