@@ -330,9 +330,8 @@ class Session:
         """
         hold = request.hold
         if hold.limit > 1:
-            return try_slot(
-                hold, [slot for slot in map(hold.id.slot_of, self._holds) if 0 <= slot < hold.limit]
-            )
+            slots = map(hold.id.slot_of, [*self._holds, *self._readers])
+            return try_slot(hold, [slot for slot in slots if 0 <= slot < hold.limit])
         if hold.id in self._holds or (hold.id in self._readers and not hold.shared):
             return None
         if hold.id in self._readers:
