@@ -5,9 +5,9 @@ first use, replaces a broken one, and never hands it out. Facts that shaped it:
 
 - An interrupt (a soft time limit, `gevent.Timeout`, a signal) may arrive inside a statement and leave a
   lock granted on a connection that looks fine. Where a process runs one body at a time, its keeper closes
-  the session then, which frees all. Where many bodies share the session none of them talks to it: the
-  *owner* does, one thread (a greenlet, where `threading` is monkey-patched), and gives back what its asker
-  no longer waits for.
+  the session then, which frees all. A wait in the queue, where it may stand for hours under another lock, is
+  taken back instead. Where many bodies share the session none of them talks to it: the *owner* does, one
+  thread (a greenlet, where `threading` is monkey-patched), and gives back what its asker no longer waits for.
 - A forked child must neither use nor end its parent's session.
 """
 
@@ -235,7 +235,12 @@ class Keeper:
                     self._answer_batch(batch)
             except BaseException:
                 # Interrupted inside a statement: what the server made of it is unknown.
-                self._drop_session("its task was interrupted while PostgreSQL was asked")
+                left = False
+                try:
+                    left = self._session is not None and self._session.leave_queue()
+                finally:
+                    if not left:
+                        self._drop_session("its task was interrupted while PostgreSQL was asked")
                 raise
 
     def _answer_batch(self, requests: Sequence[Request]) -> None:
