@@ -26,7 +26,7 @@ from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before, generation
 from .locks.errors import LockError, LockUnavailable
 from .locks.hold import Hold, covering, enter, leave
 from .locks.interrupt import Interrupt, LockInterrupt
-from .locks.keeper import keeper_for
+from .locks.keeper import keeper_for, scribe_for
 from .locks.keys import LockId, id_of
 from .locks.ledger import Ledger
 from .locks.requests import Acquire, Answer
@@ -188,7 +188,7 @@ class Execution:
         table = ledger_of(self.task.app) if "schedule" in slot else None
         if table is None or self.request.is_eager:
             return
-        ledger = Ledger(table, slot["schedule"], keeper_for(self.settings).run)
+        ledger = Ledger(table, slot["schedule"], scribe_for(self.settings).run)
         if not ledger.run(slot["entry"], slot["due"], self.request.id or ""):
             logger.info("slot %s of entry %r was run by another message", slot["due"], slot["entry"])
             raise Ignore("a second message of one slot")

@@ -111,8 +111,9 @@ class Hold:
 
         Hand it to what the body writes to, and let that refuse a lower one than it has seen: then a holder
         that was stopped too late can't overwrite its successor. It is a transaction id of PostgreSQL
-        (``pg_current_xact_id``), taken on the first call and the same for the life of the hold. Raises
-        `LockLost`, and `LockUnavailable` if PostgreSQL can't be asked.
+        (``pg_current_xact_id``), taken on the first call and the same for the life of the hold. It is
+        as durable as a commit: it grows over a crash of the server, and over a failover to a standby that
+        commits wait for. Raises `LockLost`, and `LockUnavailable` if PostgreSQL can't be asked.
         """
         if self._token is None:
             self.check()

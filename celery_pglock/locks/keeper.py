@@ -5,9 +5,9 @@ first use, replaces a broken one, and never hands it out. Facts that shaped it:
 
 - An interrupt (a soft time limit, `gevent.Timeout`, a signal) may arrive inside a statement and leave a
   lock granted on a connection that looks fine. Where a process runs one body at a time, its keeper closes
-  the session then, which frees all. Where many bodies share the session none of them talks to it: the
-  *owner* does, one thread (a greenlet, where `threading` is monkey-patched), and gives back what its asker
-  no longer waits for.
+  the session then, which frees all. A wait in the queue, where it may stand for hours under another lock, is
+  taken back instead. Where many bodies share the session none of them talks to it: the *owner* does, one
+  thread (a greenlet, where `threading` is monkey-patched), and gives back what its asker no longer waits for.
 - A forked child must neither use nor end its parent's session.
 """
 
@@ -32,7 +32,6 @@ from .requests import (
     Answer,
     FindHolder,
     FindStatement,
-    NextToken,
     Ping,
     Release,
     Request,
@@ -40,13 +39,14 @@ from .requests import (
     batches,
     refuse,
 )
-from .server import SessionBroken
+from .server import SessionBroken, reason_of
 from .session import Session
 from .settings import Settings
+from .sql import DRAW
 from .transaction import close_warm, disown_all
 from .watch import Watch
 
-__all__ = ["Keeper", "close_all", "keeper_for"]
+__all__ = ["Keeper", "close_all", "keeper_for", "scribe_for"]
 
 #: Seconds that an owed unlock waits for a statement to ride on.
 OWED_WITHIN = 0.2
@@ -167,11 +167,17 @@ class Keeper:
             self._watch.wake()
 
     def _next_token(self) -> int:
-        question = NextToken()
-        self._ask(question)
-        if question.token is None:
-            raise question.error or LockUnavailable("no answer")
-        return question.token
+        drawn, alive = Statement(DRAW), Statement("SELECT true")
+        scribe_for(self._settings).run(drawn)
+        # In this order: a session that is alive afterwards had its locks when the token was drawn.
+        self._ask(alive)
+        for asked in (drawn, alive):
+            if isinstance(asked.error, LockError):
+                raise asked.error
+            if asked.rows is None:
+                raise LockUnavailable("no answer" if asked.error is None else reason_of(asked.error))
+        [[token, *_]] = drawn.rows or [[None]]
+        return int(token or 0)
 
     def holder_of(self, id: LockId, *, kindred: bool = False) -> str | None:
         """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked.
@@ -229,7 +235,12 @@ class Keeper:
                     self._answer_batch(batch)
             except BaseException:
                 # Interrupted inside a statement: what the server made of it is unknown.
-                self._drop_session("its task was interrupted while PostgreSQL was asked")
+                left = False
+                try:
+                    left = self._session is not None and self._session.leave_queue()
+                finally:
+                    if not left:
+                        self._drop_session("its task was interrupted while PostgreSQL was asked")
                 raise
 
     def _answer_batch(self, requests: Sequence[Request]) -> None:
@@ -384,6 +395,9 @@ class Keeper:
 # All keepers of this process.
 
 _keepers: dict[Settings, Keeper] = {}
+#: Those whose sessions write and hold nothing: a locked table, or a standby that a commit waits for, must not
+#: cost what others hold.
+_scribes: dict[Settings, Keeper] = {}
 #: Those of one asker each, who waits or works under what he waited for.
 _alone: set[Keeper] = set()
 _opening = threading.Lock()
@@ -391,27 +405,36 @@ _opening = threading.Lock()
 
 def keeper_for(settings: Settings) -> Keeper:
     """Return this process's keeper for one database."""
-    keeper = _keepers.get(settings)
+    return one_of(_keepers, settings)
+
+
+def scribe_for(settings: Settings) -> Keeper:
+    """Return this process's keeper for what is written to one database, which may take its time."""
+    return one_of(_scribes, settings)
+
+
+def one_of(keepers: dict[Settings, Keeper], settings: Settings) -> Keeper:
+    keeper = keepers.get(settings)
     if keeper is None:
         with _opening:
-            keeper = _keepers.setdefault(settings, Keeper(settings))
+            keeper = keepers.setdefault(settings, Keeper(settings))
     return keeper
 
 
 @atexit.register
 def close_all() -> None:
     """Close every session of this process that nobody works under."""
-    for keeper in [*_keepers.values(), *_alone]:
+    for keeper in [*_keepers.values(), *_scribes.values(), *_alone]:
         keeper.close()
     close_warm()
 
 
 def _disown_all() -> None:
-    global _keepers, _opening
-    for keeper in [*_keepers.values(), *_alone]:
+    global _keepers, _scribes, _opening
+    for keeper in [*_keepers.values(), *_scribes.values(), *_alone]:
         keeper.disown()
     disown_all()
-    _keepers, _opening = {}, threading.Lock()
+    _keepers, _scribes, _opening = {}, {}, threading.Lock()
     _alone.clear()
 
 

@@ -17,7 +17,6 @@ __all__ = [
     "Answer",
     "FindHolder",
     "FindStatement",
-    "NextToken",
     "Ping",
     "Release",
     "Request",
@@ -80,14 +79,6 @@ class FindStatement:
 
 
 @dataclass(eq=False)
-class NextToken:
-    """Ask for a number that is greater than every one before, in the whole cluster."""
-
-    token: int | None = None
-    error: LockError | None = None
-
-
-@dataclass(eq=False)
 class Ping:
     """Ask for a sign of life. Owed unlocks ride along."""
 
@@ -101,7 +92,7 @@ class Statement:
     error: psycopg.Error | LockError | None = None
 
 
-Request = Acquire | Release | FindHolder | FindStatement | NextToken | Ping | Statement
+Request = Acquire | Release | FindHolder | FindStatement | Ping | Statement
 
 
 #: A row of PostgreSQL has room for 1664 columns.
@@ -111,35 +102,39 @@ MOST_COLUMNS = 500
 def batches(requests: Sequence[Request]) -> Iterable[Sequence[Request]]:
     """Split requests, in their order, into what one statement can ask.
 
-    Two questions for one name don't go together: what the second may ask depends on the first one's answer.
+    Two questions for one id don't go together: what the second may ask depends on the first one's answer.
     """
     return [requests] if len(requests) == 1 else split(requests)
 
 
 def split(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
     batch: list[Request] = []
-    names: set[LockId] = set()
+    ids: set[LockId] = set()
     for request in requests:
         if isinstance(request, Statement):
             if batch:
                 yield batch
             yield [request]
-            batch, names = [], set()
+            batch, ids = [], set()
             continue
-        asked = names_in(request)
-        if names & asked or len(batch) >= MOST_COLUMNS:
+        asked = ids_in(request)
+        if ids & asked or len(batch) >= MOST_COLUMNS:
             yield batch
-            batch, names = [], set()
+            batch, ids = [], set()
         batch.append(request)
-        names |= asked
+        ids |= asked
     if batch:
         yield batch
 
 
-def names_in(request: Request) -> set[LockId]:
-    if isinstance(request, Acquire):
-        return {hold.id for hold in (request.hold, request.identity) if hold is not None}
-    return {request.hold.id} if isinstance(request, Release) else set()
+def ids_in(request: Request) -> set[LockId]:
+    """All that a request may occupy or free: of a limited hold each slot, which is an id of its own."""
+    if not isinstance(request, (Acquire, Release)):
+        return set()
+    ids = {request.hold.id.beside(slot) for slot in range(request.hold.limit)}
+    if isinstance(request, Acquire) and request.identity is not None:
+        ids.add(request.identity.id)
+    return ids
 
 
 def refuse(requests: Sequence[Request], error: LockError) -> None:
@@ -147,5 +142,5 @@ def refuse(requests: Sequence[Request], error: LockError) -> None:
     for request in requests:
         if isinstance(request, Acquire):
             request.answer, request.error = Answer.UNKNOWN, error
-        elif isinstance(request, (FindStatement, Statement, NextToken)):
+        elif isinstance(request, (FindStatement, Statement)):
             request.error = error

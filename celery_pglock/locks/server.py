@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.generators import execute
 
 from .errors import LockDeadlock, LockError, LockSetupError, LockUnavailable
+from .native import native_poll
 from .settings import Settings
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "Connection",
     "OnStandby",
     "SessionBroken",
+    "cancel",
     "check_server",
     "connect",
     "cut",
@@ -38,6 +42,7 @@ __all__ = [
     "refuse_standby",
     "session_settings",
     "set_statement",
+    "take_answer",
     "written_out",
 ]
 
@@ -207,6 +212,28 @@ def rows_of(connection: Connection) -> list[list[bytes | None]]:
         raise psycopg.errors.error_from_result(result)
     columns = range(result.nfields)
     return [[result.get_value(row, column) for column in columns] for row in range(result.ntuples)]
+
+
+def cancel(connection: Connection, seconds: float) -> None:
+    """Ask the server to end the statement under way, in a bounded time where libpq has a bound for that."""
+    if hasattr(connection, "cancel_safe"):
+        connection.cancel_safe(timeout=seconds)
+    else:  # psycopg < 3.2
+        connection.cancel()
+
+
+def take_answer(connection: Connection, seconds: float) -> bool:
+    """Take in what is left of an answer that nobody waits for any more, and tell whether it came in time."""
+    pgconn, poll = connection.pgconn, native_poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    until = time.monotonic() + seconds
+    while True:
+        while pgconn.is_busy():
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                return False
+            pgconn.consume_input()
+        if pgconn.get_result() is None:
+            return True
 
 
 def cut(connection: Connection) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import psycopg
 
-from .errors import LockSetupError
+from .errors import LockError, LockSetupError
 from .hold import Hold
 from .holders import Expression, holder_query, id_from_pg_locks, statement_query
 from .keys import LockId
@@ -29,7 +29,6 @@ from .requests import (
     Answer,
     FindHolder,
     FindStatement,
-    NextToken,
     Release,
     Request,
     Statement,
@@ -38,6 +37,7 @@ from .server import (
     WHO_AM_I,
     Connection,
     SessionBroken,
+    cancel,
     check_server,
     connect,
     cut,
@@ -49,6 +49,7 @@ from .server import (
     refusal_of,
     session_settings,
     set_statement,
+    take_answer,
     written_out,
 )
 from .settings import Settings
@@ -68,6 +69,9 @@ from .sql import (
 )
 
 __all__ = ["Session"]
+
+#: Seconds for the server to take back a wait that was interrupted.
+TAKEN_BACK_WITHIN = 1.0
 
 
 class Session:
@@ -195,7 +199,27 @@ class Session:
         else:
             self._ask(requests)
 
-    def _ask(self, requests: Sequence[Request]) -> None:
+    def leave_queue(self) -> bool:
+        """Take back a wait that was interrupted, so that what else is held stays.
+
+        False where nothing else is, where the interrupt came elsewhere than in the queue, and where
+        PostgreSQL does not answer at once: then what it has granted is unknown.
+        """
+        in_queue = self._in_queue and self._sent_at is not None
+        if not in_queue or not self.holds_something or self._connection.closed:
+            return False
+        try:
+            if self._connection.info.transaction_status is psycopg.pq.TransactionStatus.ACTIVE:
+                cancel(self._connection, TAKEN_BACK_WITHIN)
+            if not take_answer(self._connection, TAKEN_BACK_WITHIN):
+                return False
+            self._in_queue = False
+            self._recover()
+        except (psycopg.Error, SessionBroken):
+            return False
+        return True
+
+    def _ask(self, requests: Sequence[Request], *, before: str = "") -> None:
         columns: list[Column] = []
         if self._owed:
             owed, self._owed = self._owed, []
@@ -205,7 +229,7 @@ class Session:
             columns += self._plan(request)
         try:
             if columns:
-                self._execute(columns)
+                self._execute(columns, before)
         except psycopg.errors.LockNotAvailable:
             self._recover()
             refuse_waiting(requests)
@@ -267,8 +291,6 @@ class Session:
             return self._plan_acquire(request)
         if isinstance(request, FindHolder):
             return self._plan_finding(request)
-        if isinstance(request, NextToken):
-            return self._plan_token(request)
         if isinstance(request, FindStatement):
             return self._plan_finding_statement(request)
         return [(("true", ()), ignore)]
@@ -333,9 +355,8 @@ class Session:
         """
         hold = request.hold
         if hold.limit > 1:
-            return try_slot(
-                hold, [slot for slot in map(hold.id.slot_of, self._holds) if 0 <= slot < hold.limit]
-            )
+            slots = map(hold.id.slot_of, [*self._holds, *self._readers])
+            return try_slot(hold, [slot for slot in slots if 0 <= slot < hold.limit])
         if hold.id in self._holds or (hold.id in self._readers and not hold.shared):
             return None
         if hold.id in self._readers:
@@ -363,21 +384,15 @@ class Session:
 
         return [(statement_query(request.id), settle)]
 
-    def _plan_token(self, request: NextToken) -> Sequence[Column]:
-        def settle(token: bytes | None) -> None:
-            request.token = None if token is None else int(token)
-
-        return [(("pg_current_xact_id()", ()), settle)]
-
-    def _execute(self, columns: Sequence[Column]) -> None:
+    def _execute(self, columns: Sequence[Column], before: str) -> None:
         texts: list[str] = []
         values: list[object] = []
         for (text, its_values), _ in columns:
             texts.append(text)
             values += its_values
         # What one task asks comes again with the next; behind a pooler a name may be somebody else's.
-        again = len(columns) <= 3 and not self._settings.session_pooler
-        [row] = self._query("SELECT " + ", ".join(texts), values, again=again)
+        again = len(columns) <= 3 and not before and not self._settings.session_pooler
+        [row] = self._query(f"{before}SELECT {', '.join(texts)}", values, again=again)
         if self.given_up_at is not None:
             raise psycopg.OperationalError("the answer came too late")
         for (_, settle), value in zip(columns, row, strict=True):
@@ -386,15 +401,16 @@ class Session:
 
     def _stand_in_queue(self, request: Acquire) -> None:
         """Answer an `Acquire` that waits: PostgreSQL's own queue, first come, first served."""
+        # What is owed is another statement's, so that an interrupt finds nothing but the wait in this one.
+        self._ask([])
         self._in_queue = True
         try:
-            self._query(set_statement({"lock_timeout": milliseconds(request.wait)}))
-            self._ask([request])
-        except psycopg.Error as exc:
-            self.close(reason_of(exc))
-            raise SessionBroken(reason_of(exc)) from exc
-        finally:
+            # Two statements at once are one transaction: the limit ends with it.
+            self._ask([request], before=f"SET LOCAL lock_timeout = {milliseconds(request.wait)}; ")
+        except (LockError, SessionBroken):
             self._in_queue = False
+            raise
+        self._in_queue = False
 
     def _query(
         self, text: str, values: Sequence[object] = (), *, again: bool = False

@@ -12,6 +12,7 @@ from .keys import LockId
 from .requests import Answer
 
 __all__ = [
+    "DRAW",
     "OWN_LOCKS",
     "REFUSED",
     "answer_of",
@@ -29,6 +30,14 @@ __all__ = [
 OWN_LOCKS = """
     SELECT classid::bigint, objid::bigint, objsubid, (mode = 'ShareLock')::int FROM pg_locks
     WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+"""
+
+#: Draw a number that is greater than every one before, in the whole cluster. An id under which nothing was
+#: written is drawn again after a crash of the server. A message in the log makes its transaction one that is
+#: written, and the commit flushes the log, also for a role that does not wait for that.
+DRAW = """
+    SELECT pg_current_xact_id(), pg_logical_emit_message(true, 'pglock', ''), set_config(
+        'synchronous_commit', coalesce(nullif(current_setting('synchronous_commit'), 'off'), 'on'), true)
 """
 
 #: The arguments of PostgreSQL's functions, whose number tells the two key spaces apart.

@@ -40,7 +40,7 @@ from .server import (
     written_out,
 )
 from .settings import Settings
-from .sql import answer_of, if_locked, milliseconds, queue_up, try_lock
+from .sql import DRAW, answer_of, if_locked, milliseconds, queue_up, try_lock
 from .watch import Watch
 
 __all__ = ["BodyConnection", "Transaction", "ask_once", "close_warm", "disown_all"]
@@ -352,7 +352,8 @@ class Transaction:
         if line is None or line.hold is None:
             raise LockUnavailable("its transaction is over")
         try:
-            token = line.ask("SELECT pg_current_xact_id()")[0][0]
+            # What is drawn in the open transaction is not written before its end.
+            token = ask_once(self._settings, DRAW)
             # In this order: what was drawn before the end is below what the next holder draws.
             if not still_held(line, line.hold):
                 line.hold._lost(ENDED_BY_BODY, by_body=True)
@@ -361,6 +362,9 @@ class Transaction:
                 line.hold._lost(reason_of(exc))
                 raise line.hold.loss() from exc
             raise LockUnavailable(reason_of(exc)) from exc
+        except LockUnavailable:
+            line.hold.check()
+            raise
         return int(token or 0)
 
 
@@ -379,7 +383,7 @@ def ask_once(settings: Settings, question: str) -> bytes | None:
     """Ask for one value, in no transaction. Raises `LockUnavailable` and `LockSetupError`."""
     line = warm_line(settings) or Line(settings)
     try:
-        ((answer,),) = line.ask(question)
+        answer = line.ask(RESET, question)[0][0]
     except psycopg.Error as exc:
         line.close()
         raise LockUnavailable(reason_of(exc)) from exc

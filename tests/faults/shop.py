@@ -19,7 +19,7 @@ from celery import Celery, signals
 from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
-from celery_pglock import AdvisoryLockedTask, is_skipped
+from celery_pglock import AdvisoryLockedTask, advisory_lock, is_skipped
 
 from .judge import holders
 from .work import CONF, history, work
@@ -234,6 +234,18 @@ def soft_limited(self: Any, name: str) -> str:
     except SoftTimeLimitExceeded:
         return "stopped in time"
     return "never stopped"
+
+
+@app.task(base=AdvisoryLockedTask, name="waits_inside", bind=True, lock_name="shop", lock_key="<name>")
+def waits_inside(self: Any, name: str, other: str) -> str:
+    """Tidy up under its own lock, when its soft time limit ends a wait for another one."""
+    try:
+        with advisory_lock(f"shop:{other}", wait=None, app=app):
+            return "never stopped"
+    except SoftTimeLimitExceeded:
+        work(self, name, seconds=0.5)
+        self.lock.check()
+        return "tidied up"
 
 
 @app.task(base=AdvisoryLockedTask, name="has_child", bind=True, lock_name="shop", lock_key="<name>")

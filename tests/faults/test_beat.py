@@ -24,6 +24,7 @@ import psycopg
 import pytest
 from celery import Celery
 
+from celery_pglock.locks.ledger import CREATE
 from faults.beats import Beat, Beats, Send, counts
 from faults.fleet import flush, wait_for
 from faults.nursery import TESTS
@@ -260,6 +261,29 @@ def test_a_second_message_of_a_slot_does_not_run(
     wait_for(lambda: sum(map(worker.text().count, ends)) == 2, worker.text, 20)
     worker.stop()
     assert len((beats.folder / "runs").read_text().splitlines()) == runs
+
+
+def test_a_ledger_that_is_locked_costs_a_worker_s_other_tasks_nothing(
+    make_beats: BeatsMaker, observer: psycopg.Connection
+) -> None:
+    """A body beside it keeps its lock, and the message of the slot runs when the table is free."""
+    beats = make_beats(**LEDGER, pglock_loss_timeout=3.0)
+    observer.execute(CREATE.format(table="celery_pglock_beat"))
+    slot = {"entry": "a", "due": "2026-12-01T04:00:00+00:00", "schedule": "celery:beat"}
+    with Celery("producer", broker=beats.broker, set_as_current=False) as producer:
+        beats.reader.close()
+        worker = beats.start(command=("worker", "-c", "2", "-P", "threads"))
+        producer.send_task("elsewhere.build", [5.0], queue="clock")
+        wait_for((beats.folder / "builds").exists, worker.text, 20)
+        with observer.transaction():
+            observer.execute("LOCK TABLE celery_pglock_beat")
+            producer.send_task("note", queue="clock", headers={"pglock_slot": slot})
+            wait_for(lambda: "end" in (beats.folder / "builds").read_text(), worker.text, 20)
+    wait_for(lambda: worker.text().count("succeeded in") == 2, worker.text, 20)
+    worker.stop()
+    assert "was lost" not in worker.text()
+    assert (beats.folder / "builds").read_text().split().count("end") == 1
+    assert len((beats.folder / "runs").read_text().splitlines()) == 1
 
 
 # Other schedulers, other ways to start one.

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from faults.fleet import Fleet, alive, wait_for
-from faults.judge import holders, wait_free, wait_no_locks
+from faults.judge import holders, take, wait_free, wait_no_locks
 
 TIMES = 50
 
@@ -142,6 +142,23 @@ def test_soft_time_limit_frees_the_name(fleet: Fleet, observer: psycopg.Connecti
     assert result.get(timeout=10) == "stopped in time"
     wait_no_locks(observer)
     assert fleet.send("raises", "a").get(timeout=10) == "a"
+
+
+def test_soft_time_limit_in_a_wait_inside_leaves_the_body_its_lock(
+    fleet: Fleet, observer: psycopg.Connection
+) -> None:
+    """The wait for another lock ends, and nobody runs beside the body that tidies up."""
+    fleet.worker("prefork", 1)
+    take(observer, "other")
+    result = fleet.signature("waits_inside", "a", "other").apply_async(soft_time_limit=1)
+    wait_for(lambda: holders(observer, "a"), "the body", 20)
+    before = holders(observer, "a")
+    fleet.running("a")
+    assert holders(observer, "a") == before
+    assert result.get(timeout=10) == "tidied up"
+    assert holders(observer, "other") == [observer.info.backend_pid]
+    observer.execute("SELECT pg_advisory_unlock_all()")
+    wait_no_locks(observer)
 
 
 def test_hard_time_limit_frees_the_name(fleet: Fleet, observer: psycopg.Connection) -> None:

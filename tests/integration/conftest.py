@@ -44,13 +44,14 @@ def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Begin without sessions and settings of other tests."""
     monkeypatch.setattr(process, "_one_at_a_time", False)
     monkeypatch.setattr(keeper_module, "_keepers", {})
+    monkeypatch.setattr(keeper_module, "_scribes", {})
     monkeypatch.setattr(probe, "_proven", set())
     # Two threads that apply tasks leave Celery's global the wrong way round.
     monkeypatch.setattr(_state, "_task_join_will_block", False)
     yield
     keeper_module.close_all()
     # Else each would leave a thread and a pipe to this one process.
-    for keeper in keeper_module._keepers.values():
+    for keeper in [*keeper_module._keepers.values(), *keeper_module._scribes.values()]:
         keeper.retire()
 
 

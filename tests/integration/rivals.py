@@ -59,14 +59,14 @@ class interrupted_after:  # noqa: N801 - reads as a context manager does
     traceback the locks of the interrupted block.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, *, again: float = 0.2) -> None:
+        self.seconds, self.again = seconds, again
 
     def __enter__(self) -> None:
         self.previous = signal.signal(signal.SIGALRM, self.stop)
         self.told, sys.unraisablehook = sys.unraisablehook, self.tell
         # Once more where the first one was lost: Python drops what is raised inside of a `__del__`.
-        signal.setitimer(signal.ITIMER_REAL, self.seconds, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, self.again)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

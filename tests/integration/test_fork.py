@@ -108,6 +108,28 @@ def test_a_child_opens_a_session_of_its_own(app: Celery, keeper: Keeper, hold: H
     keeper.release(hold)
 
 
+def test_a_child_draws_its_tokens_on_a_session_of_its_own(
+    app: Celery, keeper: Keeper, hold: Hold, judge: Judge
+) -> None:
+    """The one that its parent draws them on is neither used nor ended."""
+    drawn = hold.fencing_token()
+    sessions = judge.sessions()
+    assert len(sessions) == 2
+
+    def child() -> None:
+        other = Hold(OTHER)
+        assert keeper_for(settings_of(app)).acquire(other).answer is Answer.GRANTED
+        assert other.fencing_token() > drawn
+
+    assert in_child(child) == 0
+    eventually(lambda: sorted(judge.sessions()) == sorted(sessions), "the parent's sessions", within=2)
+    keeper.release(hold)
+    again = Hold(ID)
+    assert keeper.acquire(again).answer is Answer.GRANTED
+    assert again.fencing_token() > drawn
+    keeper.release(again)
+
+
 def judge_in_child(app: Celery) -> Judge:
     """The parent's observer is none of the child's business either."""
     import psycopg

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 
@@ -10,13 +11,14 @@ import pytest
 
 from celery_pglock import LockSetupError, LockUnavailable
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import Keeper
+from celery_pglock.locks.keeper import Keeper, close_all, keeper_for, scribe_for
 from celery_pglock.locks.keys import LockId
 from celery_pglock.locks.ledger import Ledger
-from celery_pglock.locks.requests import Statement
+from celery_pglock.locks.requests import Answer, Statement
 from celery_pglock.locks.settings import Settings
 from integration.judge import Judge
-from localservers import PgBouncer
+from integration.rivals import in_thread
+from localservers import PgBouncer, PostgreSQL
 
 NOON = datetime(2026, 11, 30, 12, 0, 0, 250000, tzinfo=timezone.utc)
 
@@ -125,6 +127,34 @@ def test_a_missing_table_costs_nobody_his_lock(keeper: Keeper, new_ledger: Calla
     assert hold.status is hold.Status.HELD
     keeper.release(hold)
     assert not hold.lost
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_a_locked_table_costs_nobody_his_lock(
+    postgres: PostgreSQL, dbname: str, observer: psycopg.Connection, ledger: Ledger, network: bool
+) -> None:
+    """Who asks is told so after two seconds, whatever lies between; the session of the locks goes on."""
+    settings = Settings(postgres.url(dbname) if network else postgres.socket_url(dbname), loss_timeout=9.0)
+    keeper, hold = keeper_for(settings), Hold(LockId(7))
+    keeper.acquire(hold)
+    asks = Ledger("ledger", "celery:beat", scribe_for(settings).run)
+    with observer.transaction():
+        observer.execute("LOCK TABLE ledger")
+        since = time.monotonic()
+        asked = in_thread(lambda: asks.run("report", NOON.isoformat(), "first"))
+        while not asked.done():
+            other = Hold(LockId(8))
+            asked_at = time.monotonic()
+            assert keeper.acquire(other).answer is Answer.GRANTED
+            keeper.release(other)
+            assert time.monotonic() - asked_at < 1
+        assert 1.5 < time.monotonic() - since < 4
+        with pytest.raises(LockUnavailable, match="lock timeout"):
+            asked.result(timeout=0)
+    assert asks.run("report", NOON.isoformat(), "first")
+    assert not hold.lost
+    keeper.release(hold)
+    close_all()
 
 
 def test_a_server_that_can_not_be_reached_is_told_with_its_reason() -> None:

@@ -16,7 +16,7 @@ from celery_pglock.locks import probe
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, close_all
 from celery_pglock.locks.keys import id_of
-from celery_pglock.locks.requests import Answer
+from celery_pglock.locks.requests import Acquire, Answer
 from celery_pglock.locks.settings import Settings
 from integration.judge import Judge, eventually
 from integration.rivals import forked, in_thread, interrupted_after, kill, status_of
@@ -46,8 +46,8 @@ EDGES = [
 ]
 
 
-def granted(keeper: Keeper, limit: int, id: LockId = ID) -> Hold | None:
-    hold = Hold(id, limit=limit)
+def granted(keeper: Keeper, limit: int, id: LockId = ID, *, shared: bool = False) -> Hold | None:
+    hold = Hold(id, limit=limit, shared=shared)
     answer = keeper.acquire(hold).answer
     assert answer in (Answer.GRANTED, Answer.CONFLICT)
     return hold if answer is Answer.GRANTED else None
@@ -89,10 +89,11 @@ def test_the_slots_of_an_id_at_the_edge_are_different_locks(
     assert judge.held() == set()
 
 
-def test_slots_of_one_id_meet_the_id_beside_it(new_keeper: NewKeeper, judge: Judge) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_slots_of_one_id_meet_the_id_beside_it(new_keeper: NewKeeper, judge: Judge, shared: bool) -> None:
     """Ids that are given as they are may lie side by side; in one session locks stack, and must not here."""
     for keeper, other in ((new_keeper(), None), (new_keeper(), new_keeper())):
-        hold = granted(keeper, 1, LockId(99))
+        hold = granted(keeper, 1, LockId(99), shared=shared)
         slots = [granted(other or keeper, 2, LockId(100)) for _ in range(2)]
         assert [slot is not None for slot in slots] == [True, False]
         assert judge.held() == {LockId(99), LockId(100)}
@@ -100,6 +101,24 @@ def test_slots_of_one_id_meet_the_id_beside_it(new_keeper: NewKeeper, judge: Jud
         assert judge.held() == {LockId(100)}
         (other or keeper).release(slots[0])
         assert judge.held() == set()
+
+
+def test_the_id_beside_it_is_asked_for_in_another_statement(keeper: Keeper, judge: Judge) -> None:
+    """Which slot is got shows in the answer only: two questions at once could get one lock twice."""
+    first = granted(keeper, 3, LockId(100))
+    for asked in (
+        [Acquire(Hold(LockId(100), limit=3)), Acquire(Hold(LockId(99)))],
+        [Acquire(Hold(LockId(99))), Acquire(Hold(LockId(100), limit=3))],
+    ):
+        keeper._answer(asked)
+        holds = [each.hold for each in asked if each.answer is Answer.GRANTED]
+        assert len({hold.occupied for hold in holds}) == len(holds)
+        assert judge.held() == {LockId(100), *(hold.occupied for hold in holds)}
+        for hold in holds:
+            keeper.release(hold)
+            assert not hold.lost
+    keeper.release(first)
+    assert judge.held() == set()
 
 
 def test_a_change_of_n_never_admits_more_than_the_larger(new_keeper: NewKeeper, judge: Judge) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,12 +18,20 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_pglock import AdvisoryLockedTask, LockId, LockNotAcquired, advisory_lock, is_skipped
+from celery_pglock import (
+    AdvisoryLockedTask,
+    LockDeadlock,
+    LockId,
+    LockLost,
+    LockNotAcquired,
+    advisory_lock,
+    is_skipped,
+)
 from celery_pglock.config import settings_of
 from celery_pglock.execution import Execution, settle
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
-from celery_pglock.locks.requests import Answer
+from celery_pglock.locks.requests import Answer, Statement
 from integration.judge import Judge, eventually
 from integration.rivals import (
     Stopped,
@@ -212,6 +222,20 @@ def test_a_hold_of_the_same_process_is_waited_for(new_keeper: NewKeeper, judge: 
     holder.release(waited)
 
 
+@pytest.mark.parametrize("granted", [True, False])
+def test_the_bound_of_a_wait_is_no_other_statement_s(keeper: Keeper, judge: Judge, granted: bool) -> None:
+    """The session goes on as it was, whether the wait was granted or not."""
+    if not granted:
+        judge.take(ID)
+    hold, waiter = Hold(ID), keeper.waiter()
+    assert (waiter.wait(hold, 0.1).answer is Answer.GRANTED) is granted
+    shown = Statement("SHOW lock_timeout")
+    waiter.run(shown)
+    assert shown.rows == [[b"0"]]
+    waiter.release(hold)
+    judge.give_back()
+
+
 # However it ends.
 
 
@@ -243,6 +267,89 @@ def test_an_interrupt_at_the_moment_of_the_grant_leaves_no_lock(dsn: str, judge:
         finally:
             giver.join()
         eventually(lambda: not judge.held() and not waiting(judge), "a lock or a waiter is left", within=2)
+
+
+def test_an_interrupted_wait_costs_no_other_hold(dsn: str, judge: Judge) -> None:
+    """A body that is stopped while it waits for another lock tidies up under its own."""
+    with advisory_lock(OTHER, database_url=dsn) as lock:
+        own = judge.locks()
+        for seconds in (0.05, 0.11, 0.17, 0.3):
+            judge.take(ID)
+            with interrupted_after(seconds), advisory_lock(ID, None, database_url=dsn):
+                pass
+            eventually(lambda: not waiting(judge), "a zombie waits", within=2)
+            judge.give_back()
+            assert judge.locks() == own
+            assert not lock.lost
+            with advisory_lock(ID, 10, database_url=dsn):
+                assert judge.held() == {ID, OTHER}
+    assert not lock.lost
+
+
+def test_an_interrupt_at_the_moment_of_the_grant_gives_back_that_lock_alone(dsn: str, judge: Judge) -> None:
+    """However near it comes; but for the instructions between the answer and the table of holds."""
+    kept = 0
+    for number in range(15):
+        with suppress(LockLost), advisory_lock(OTHER, 10, database_url=dsn) as lock:
+            judge.take(ID)
+            giver = threading.Timer(0.1, judge.give_back)
+            giver.start()
+            try:
+                with interrupted_after(0.098 + number * 0.0004), advisory_lock(ID, None, database_url=dsn):
+                    time.sleep(5)
+            finally:
+                giver.join()
+            still = set() if lock.lost else {OTHER}
+            eventually(lambda still=still: judge.held() == still, "a lock is left or gone", within=2)
+            kept += not lock.lost
+    assert kept >= 10
+
+
+def test_a_wait_that_can_not_be_taken_back_is_ended_with_all_else(dsn: str, judge: Judge, way: str) -> None:
+    """Where the server does not answer nobody knows what it has granted, and nobody is kept waiting."""
+    if way == "owner":
+        pytest.skip("a wait of many bodies has a session of its own")
+    judge.take(ID)
+    with pytest.raises(LockLost), advisory_lock(OTHER, database_url=dsn) as lock:  # noqa: PT012
+        backend = judge.holder(OTHER)
+        frozen = threading.Timer(0.2, os.kill, (backend, signal.SIGSTOP))
+        frozen.start()
+        try:
+            since = time.monotonic()
+            with interrupted_after(0.4, again=0.0), advisory_lock(ID, None, database_url=dsn):
+                pass
+            assert lock.lost
+            assert time.monotonic() - since < 3
+        finally:
+            frozen.join()
+            os.kill(backend, signal.SIGCONT)
+    judge.give_back()
+    eventually(lambda: not judge.held(), "a lock is left", within=2)
+
+
+def test_two_that_wait_for_each_other_on_their_one_session_are_told(dsn: str, judge: Judge, way: str) -> None:
+    """PostgreSQL sees who holds and waits on one session, and ends the wait of one."""
+    if way == "owner":
+        pytest.skip("a wait of many bodies has a session of its own")
+
+    def other_process() -> None:
+        with (
+            suppress(LockDeadlock),
+            advisory_lock(ID, database_url=dsn),
+            advisory_lock(OTHER, 20, database_url=dsn),
+        ):
+            pass
+
+    with advisory_lock(OTHER, database_url=dsn) as lock:
+        child = forked(other_process)
+        wait_until_waiting(judge, 1)
+        since = time.monotonic()
+        with suppress(LockDeadlock), advisory_lock(ID, 20, database_url=dsn):
+            pass
+        assert time.monotonic() - since < 5
+        assert not lock.lost
+        assert OTHER in judge.held()
+    assert status_of(child) == 0
 
 
 def test_a_killed_process_does_not_wait_on(dsn: str, judge: Judge, scope: str) -> None:
