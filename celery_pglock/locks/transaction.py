@@ -253,7 +253,7 @@ class Transaction:
         else:
             line.ask("ROLLBACK")
         hold._released()
-        put_back(line)
+        keep_warm(line)
 
     def release_soon(self, hold: Hold) -> None:
         """Nothing is left to release: an identity ends with the transaction."""
@@ -334,7 +334,7 @@ class Transaction:
             except psycopg.Error:
                 line.close()
                 return
-            put_back(line)
+            keep_warm(line)
             return
         if asked.identity is not None:
             asked.identity._granted(0)
@@ -390,7 +390,7 @@ def ask_once(settings: Settings, question: str) -> bytes | None:
     except BaseException:
         line.close()
         raise
-    put_back(line)
+    keep_warm(line)
     return answer
 
 
@@ -419,7 +419,7 @@ def warm_line(settings: Settings) -> Line | None:
     return None
 
 
-def put_back(line: Line) -> None:
+def keep_warm(line: Line) -> None:
     """Keep a line warm, unless there is one."""
     line.hold = None
     # They belong to the body that had the connection.
