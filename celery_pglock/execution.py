@@ -41,7 +41,9 @@ __all__ = ["Execution", "is_under_way", "kept_back_by", "settle"]
 
 logger = logging.getLogger(__name__)
 
-_executions: ContextVar[tuple[Execution, ...]] = ContextVar("celery_pglock_executions", default=())
+#: Where a request tells its execution. A task that calls itself sees a copy of it, with all that it knows.
+MARK = "_pglock_execution"
+
 _unsettled: ContextVar[Execution | None] = ContextVar("celery_pglock_unsettled", default=None)
 
 
@@ -109,15 +111,19 @@ class Execution:
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Run under the hold of an outer execution."""
-        outer = _executions.get()
-        _executions.set((*outer, self))
+        self._mark()
         try:
             yield
         finally:
-            _executions.set(outer)
+            self._over = True
+
+    def _mark(self) -> None:
+        # Items have no request of their own: theirs is the task's, in all threads.
+        if not self.is_item:
+            vars(self.request)[MARK] = self
 
     def __enter__(self) -> None:
-        _executions.set((*_executions.get(), self))
+        self._mark()
         enter(self.hold)
 
     def __exit__(
@@ -136,9 +142,6 @@ class Execution:
         # A block inside of the body may have been interrupted at its door: it is given back by itself, and
         # must not cover anybody until then.
         leave(self.hold, with_inner=True)
-        executions = _executions.get()
-        if self in executions:
-            _executions.set(tuple([each for each in executions if each is not self]))
         if self._place is not None:
             self.scope.release(self._place)
         self._granted_by.release(self.hold, success=success, linger=linger)
@@ -162,7 +165,7 @@ class Execution:
         asked = self.scope.acquire(self.hold, self.identity)
         if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
             asked = self._wait()
-        if asked.answer is Answer.CONFLICT and self._is_its_own_predecessor():
+        if asked.answer in (Answer.GRANTED, Answer.CONFLICT) and self._meets_its_own_kin():
             asked.answer = Answer.SAME_EXECUTION
             return asked
         try:
@@ -267,12 +270,13 @@ class Execution:
         self._has_successor = True
         self._kept_back.append(publish)
 
-    def _is_its_own_predecessor(self) -> bool:
-        """Whether a second delivery came late, and a later message of its own task is under way.
+    def _meets_its_own_kin(self) -> bool:
+        """Whether a second delivery came late, and another message of its own task is under way.
 
-        Asked before the backend is: the later one goes when its result is stored.
+        Asked before the backend is: that one goes when its result is stored. With early acks no message comes
+        again that has ever begun.
         """
-        if self.identity is None or not self.attempts.redelivered:
+        if self.identity is None or not (self.attempts.redelivered and self.task.acks_late):
             return False
         return self.scope.holder_of(self.identity.id, kindred=True) is not None
 
@@ -333,9 +337,7 @@ def hold_for(options: LockOptions, namespace: str, args: tuple[Any, ...], kwargs
 
 def kept_back_by(request: Context) -> Execution | None:
     """The running execution that keeps back what a request's task publishes in its own place."""
-    if request.is_eager:
-        return None
-    return next((each for each in _executions.get() if each.request.id == request.id), None)
+    return None if request.is_eager else running_of(request)
 
 
 def is_under_way(request: Context) -> bool:
@@ -343,7 +345,12 @@ def is_under_way(request: Context) -> bool:
 
     A task that calls itself sees its own request, which still says that it was not called directly.
     """
-    return any(execution.request is request for execution in _executions.get())
+    return running_of(request) is not None
+
+
+def running_of(request: Context) -> Execution | None:
+    execution: Execution | None = vars(request).get(MARK)
+    return None if execution is None or execution._over else execution
 
 
 def settle(task_id: str) -> None:

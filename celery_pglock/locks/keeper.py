@@ -206,10 +206,16 @@ class Keeper:
         self._watch.stop()
 
     def disown(self) -> None:
-        """Give up what a forked child has inherited."""
+        """Give up what a forked child has inherited, and begin anew: somebody may still have this keeper."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.disown()
+        self._statement = threading.RLock()
+        self._owner.disown()
         self._watch.disown()
-        if self._session is not None:
-            self._session.disown()
+        self._running.clear()
+        self._lingering.clear()
+        self._pinged = self._pay_at = None
 
     # Questions and answers.
 

@@ -55,6 +55,10 @@ class Owner:
             _thread.start_new_thread(self._serve, ())
         return answered
 
+    def disown(self) -> None:
+        """Begin anew in a forked child, where no thread answers."""
+        Owner.__init__(self, self._answer)
+
     def stop(self, finish: Callable[[], None]) -> None:
         """Answer what is pending, then finish, and serve no more."""
         self._stopped = True

@@ -39,15 +39,18 @@ class Watch:
         self._on_pause = on_pause
         # Replaced as a whole, since a new socket may have the number of the one before.
         self._target: tuple[int, object] | None = None
-        self._woken, self._wake = os.pipe()
-        self._pipe = threading.Lock()
-        self._stopped = self._closed = False
+        #: A pipe to wake it by, while it may sleep: its end to read and its end to write.
+        self._pipe: tuple[int, int] | None = None
+        self._opening = threading.Lock()
+        self._stopped = False
         #: Held by the thread that serves.
         self._serving = threading.Lock()
 
     def look_at(self, socket: int, whose: object) -> None:
         """Watch this socket from now on, and no other."""
         self._target = (socket, whose)
+        with self._opening:
+            self._pipe = self._pipe or os.pipe()
         if not self._serving.locked():
             _thread.start_new_thread(self._serve, ())
         self.wake()
@@ -59,9 +62,9 @@ class Watch:
 
     def wake(self) -> None:
         """Call ``on_pause`` now."""
-        with self._pipe:
-            if not self._closed:
-                os.write(self._wake, b".")
+        with self._opening:
+            if self._pipe is not None:
+                os.write(self._pipe[1], b".")
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -74,15 +77,18 @@ class Watch:
             self._close()
 
     def disown(self) -> None:
-        """Give the pipe back in a forked child: no thread waits on it there, and locks may never be free."""
-        if not self._closed:
-            self._closed = True
-            os.close(self._woken)
-            os.close(self._wake)
+        """Begin anew in a forked child: no thread watches there, and locks may never be free."""
+        self._close_pipe()
+        Watch.__init__(self, self._on_end, self._on_pause)
 
     def _close(self) -> None:
-        with self._pipe:
-            self.disown()
+        with self._opening:
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        for end in pipe or ():
+            os.close(end)
 
     def _serve(self) -> None:
         # Two may have been started, and a pipe has one reader.
@@ -114,11 +120,13 @@ class Watch:
 
     def _sleep(self, target: tuple[int, object] | None, pause: float | None) -> bool:
         """Sleep until the connection ends (True), the pause is over, or somebody wakes us."""
+        assert self._pipe is not None
+        woken, _ = self._pipe
         poll = native_poll()
-        poll.register(self._woken, select.POLLIN)
+        poll.register(woken, select.POLLIN)
         if target is not None:
             poll.register(target[0], GOODBYE)
         events = dict(poll.poll(None if pause is None else int(pause * 1000) + 1))
-        if self._woken in events:
-            os.read(self._woken, 4096)
+        if woken in events:
+            os.read(woken, 4096)
         return target is not None and bool(events.get(target[0]))
