@@ -94,7 +94,8 @@ class Job:
         self.early: list[int] = []
         #: A pager that shows the output needs the terminal: then the command gets it when it asks.
         self.has_reader = not os.isatty(1)
-        self.in_foreground = has_terminal() and not self.has_reader
+        self.terminal = open_terminal()
+        self.in_foreground = self.has_terminal() and not self.has_reader
 
     def run(self, arguments: tuple[str, ...]) -> int:
         """Run a command to its end, or to that of the lock, and return what a shell would say of it."""
@@ -117,7 +118,7 @@ class Job:
             heir.kill()
             heir.communicate()
             if self.in_foreground:
-                give_terminal_to(os.getpgrp())
+                self.give_terminal_to(os.getpgrp())
 
     def begin(self, heir: subprocess.Popen[bytes], ignored: list[signal.Signals]) -> None:
         """Begin a process group, so that a signal reaches all of it. Called in the command's process."""
@@ -125,7 +126,7 @@ class Job:
         os.setpgid(0, 0)
         os.write(heir.stdin.fileno(), b"%d\n" % os.getpid())
         if self.in_foreground:
-            give_terminal_to(os.getpid())
+            self.give_terminal_to(os.getpid())
         # Whoever ignores a signal has his command ignore it, as under nohup.
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
@@ -145,7 +146,7 @@ class Job:
                 break
             if (number := stopped_by(command)) in JOB_CONTROL:
                 self.stop(number)
-            elif has_terminal() and not self.has_reader:
+            elif self.has_terminal() and not self.has_reader:
                 self.enter_foreground()
             with suppress(subprocess.TimeoutExpired):
                 command.wait(LOOK_EVERY)
@@ -165,23 +166,37 @@ class Job:
     def stop(self, number: int) -> None:
         """Stop as the command was stopped, since the shell looks at its own child, and go on with it."""
         asks = number != signal.SIGTSTP
-        if not asks or not has_terminal():
+        if not asks or not self.has_terminal():
             if self.in_foreground:
-                give_terminal_to(os.getpgrp())
+                self.give_terminal_to(os.getpgrp())
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.killpg(os.getpgrp(), signal.SIGTSTP)
             # Here it goes on, in the foreground or not.
             signal.signal(signal.SIGTSTP, handler)
             self.in_foreground = False
-        if has_terminal() and (asks or not self.has_reader):
+        if self.has_terminal() and (asks or not self.has_reader):
             self.enter_foreground()
         self.send(signal.SIGCONT)
 
     def enter_foreground(self) -> None:
         """Pass the terminal on, which the shell gives to the runner."""
         assert self.command is not None
-        give_terminal_to(self.command.pid)
+        self.give_terminal_to(self.command.pid)
         self.in_foreground = True
+
+    def has_terminal(self) -> bool:
+        """Whether the terminal listens to this process."""
+        try:
+            return os.tcgetpgrp(self.terminal) == os.getpgrp()
+        except OSError:
+            return False
+
+    def give_terminal_to(self, group: int) -> None:
+        previous = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+        # Somebody may have hung up.
+        with suppress(OSError):
+            os.tcsetpgrp(self.terminal, group)
+        signal.signal(signal.SIGTTOU, previous)
 
 
 def stopped_by(command: subprocess.Popen[bytes]) -> int | None:
@@ -194,17 +209,9 @@ def stopped_by(command: subprocess.Popen[bytes]) -> int | None:
     return None
 
 
-def has_terminal() -> bool:
-    """Whether the terminal listens to this process."""
+def open_terminal() -> int:
+    """The terminal of this process, which its standard input need not be."""
     try:
-        return os.tcgetpgrp(0) == os.getpgrp()
+        return os.open("/dev/tty", os.O_RDWR)
     except OSError:
-        return False
-
-
-def give_terminal_to(group: int) -> None:
-    previous = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    # Somebody may have hung up.
-    with suppress(OSError):
-        os.tcsetpgrp(0, group)
-    signal.signal(signal.SIGTTOU, previous)
+        return 0

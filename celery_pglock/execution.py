@@ -191,7 +191,7 @@ class Execution:
         table = ledger_of(self.task.app) if "schedule" in slot else None
         if table is None or self.request.is_eager:
             return
-        ledger = Ledger(table, slot["schedule"], scribe_for(self.settings).run)
+        ledger = Ledger(table, slot["schedule"], scribe_for(self.settings, "ledger").run)
         if not ledger.run(slot["entry"], slot["due"], self.request.id or ""):
             logger.info("slot %s of entry %r was run by another message", slot["due"], slot["entry"])
             raise Ignore("a second message of one slot")

@@ -168,7 +168,7 @@ class Keeper:
 
     def _next_token(self) -> int:
         drawn, alive = Statement(DRAW), Statement("SELECT true")
-        scribe_for(self._settings).run(drawn)
+        scribe_for(self._settings, "tokens").run(drawn)
         # In this order: a session that is alive afterwards had its locks when the token was drawn.
         self._ask(alive)
         for asked in (drawn, alive):
@@ -401,9 +401,9 @@ class Keeper:
 # All keepers of this process.
 
 _keepers: dict[Settings, Keeper] = {}
-#: Those whose sessions write and hold nothing: a locked table, or a standby that a commit waits for, must not
-#: cost what others hold.
-_scribes: dict[Settings, Keeper] = {}
+#: Those whose sessions write and hold nothing, one for each purpose: a locked table, or a standby that a
+#: commit waits for, must not cost what others hold.
+_scribes: dict[tuple[Settings, str], Keeper] = {}
 #: Those of one asker each, who waits or works under what he waited for.
 _alone: set[Keeper] = set()
 _opening = threading.Lock()
@@ -411,20 +411,20 @@ _opening = threading.Lock()
 
 def keeper_for(settings: Settings) -> Keeper:
     """Return this process's keeper for one database."""
-    return one_of(_keepers, settings)
-
-
-def scribe_for(settings: Settings) -> Keeper:
-    """Return this process's keeper for what is written to one database, which may take its time."""
-    return one_of(_scribes, settings)
-
-
-def one_of(keepers: dict[Settings, Keeper], settings: Settings) -> Keeper:
-    keeper = keepers.get(settings)
+    keeper = _keepers.get(settings)
     if keeper is None:
         with _opening:
-            keeper = keepers.setdefault(settings, Keeper(settings))
+            keeper = _keepers.setdefault(settings, Keeper(settings))
     return keeper
+
+
+def scribe_for(settings: Settings, purpose: str) -> Keeper:
+    """Return this process's keeper for what is written to one database, which may take its time."""
+    scribe = _scribes.get((settings, purpose))
+    if scribe is None:
+        with _opening:
+            scribe = _scribes.setdefault((settings, purpose), Keeper(settings))
+    return scribe
 
 
 @atexit.register

@@ -52,7 +52,7 @@ FROM {table} WHERE schedule = {schedule} AND sent_at IS NOT NULL GROUP BY entry
 #: Two statements at once are one transaction: the limit ends with it. Who asks holds the name of its task
 #: meanwhile, and can ask again later.
 RUN = """
-SET LOCAL lock_timeout = '2s';
+SET LOCAL lock_timeout = '200ms';
 INSERT INTO {table} (schedule, entry, due, task_id) VALUES ({schedule}, {entry}, {due}, {task_id})
 ON CONFLICT (schedule, entry, due) DO UPDATE SET task_id = excluded.task_id
 WHERE coalesce({table}.task_id, excluded.task_id) = excluded.task_id

@@ -52,11 +52,9 @@ BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 RESET = "RESET SESSION AUTHORIZATION; RESET ALL"
 
 #: Nor is what else it left there: a DISCARD ALL in parts, since that runs in no transaction. They follow on
-#: BEGIN: some take a snapshot, behind which its modes are refused.
+#: BEGIN: some take a snapshot, behind which its modes are refused. Behind a pooler it is all other clients'.
 DISCARD = (
-    "CLOSE ALL; DEALLOCATE ALL; UNLISTEN *; DISCARD TEMP; DISCARD SEQUENCES;"
-    # Behind a pooler they are another client's.
-    " SELECT pg_advisory_unlock_all() WHERE pg_backend_pid() = %d"
+    "CLOSE ALL; DEALLOCATE ALL; UNLISTEN *; DISCARD TEMP; DISCARD SEQUENCES; SELECT pg_advisory_unlock_all()"
 )
 
 #: Limits that would end a transaction whose body is busy elsewhere.
@@ -112,8 +110,8 @@ class Line:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.connection = connect(settings, application_name(), Connection)
-        #: Whether a body has had the connection.
-        self.was_lent = False
+        #: Whether a body has had the connection, and whether it leads to one session of the server.
+        self.was_lent = self.is_direct = False
         #: When the question was asked that is not answered yet, while there is one of ours.
         self.asked_at: float | None = None
         self.hold: Hold | None = None
@@ -312,16 +310,19 @@ class Transaction:
 
     def _lock(self, line: Line, asked: Acquire, question: Expression) -> bytes | None:
         unlimited = set_statement({**UNLIMITED, **patience(self._settings)}, local=True)
-        lock = "SELECT " + written_out(*question)
+        lock = f"SELECT {written_out(*question)}, pg_backend_pid()"
         begin = [RESET, BEGIN, unlimited]
-        if line.was_lent:
-            begin.insert(2, DISCARD % line.connection.info.backend_pid)
+        if line.was_lent and line.is_direct:
+            begin.insert(2, DISCARD)
         if asked.wait == 0:
-            return line.ask(*begin, lock)[0][0]
-        before = line.ask(*begin, SHOW)[0]
-        line.ask(set_statement(dict(zip(TIMEOUTS, (milliseconds(asked.wait), "0"), strict=True)), local=True))
-        slot = query(line.connection, lock)[0][0]
-        line.ask(set_statement(dict(zip(TIMEOUTS, map(text, before), strict=True)), local=True))
+            slot, pid = line.ask(*begin, lock)[0]
+        else:
+            before = line.ask(*begin, SHOW)[0]
+            waits = dict(zip(TIMEOUTS, (milliseconds(asked.wait), "0"), strict=True))
+            line.ask(set_statement(waits, local=True))
+            slot, pid = query(line.connection, lock)[0]
+            line.ask(set_statement(dict(zip(TIMEOUTS, map(text, before), strict=True)), local=True))
+        line.is_direct = int(pid or 0) == line.connection.info.backend_pid
         return slot
 
     def _settle(self, asked: Acquire, line: Line, slot: bytes | None) -> None:

@@ -119,6 +119,7 @@ class Chaos:
         #: When names became free without an end of their bodies: first and last moment.
         self._losses: list[tuple[float, float]] = []
         self._flow = threading.Event()
+        self._childless_since: float | None = None
 
     def run(self, seconds: float, *, faults: bool = True) -> Report:
         """Start all, let it rain, and judge."""
@@ -153,6 +154,15 @@ class Chaos:
                 self.report.chances_to_lose += 1
                 worker.close()
                 self._start(pool)
+        # A main process that billiard holds in its shutdown stays, with no child left and nothing to do.
+        if self._children():
+            self._childless_since = None
+        elif self._childless_since is None:
+            self._childless_since = time.monotonic()
+        elif time.monotonic() - self._childless_since > 20:
+            self._childless_since = None
+            self.report.unread.append(self.workers["prefork"].name)
+            self.workers["prefork"].kill()
 
     def _produce(self) -> None:
         draw = random.Random(self.random.random())

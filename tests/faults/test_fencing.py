@@ -111,4 +111,4 @@ def test_token_that_waits_for_a_standby_costs_no_lock(own_postgres: PostgreSQL, 
     keeper.release(other)
     assert [hold.status, other.status] == [Hold.Status.RELEASED] * 2
     keeper.retire()
-    scribe_for(settings).retire()
+    scribe_for(settings, "tokens").retire()

@@ -450,6 +450,16 @@ def test_a_pager_has_the_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.answers()
 
 
+def test_a_command_that_is_fed_by_a_pipe_may_ask_the_user(terminal: Terminal) -> None:
+    """For a password, say, as ssh and psql do: its standard input is not the terminal."""
+    asks = ["sh", "-c", "cat; read answer </dev/tty; echo got $answer"]
+    terminal.types(f"echo fed | {under_the_lock(*asks)}")
+    terminal.sees("\r\nfed\r\n")
+    terminal.types("secret\n")
+    terminal.sees("got secret")
+    terminal.answers()
+
+
 #: Its output is told from the echo of its text.
 TELL = "import time\nfor n in range(600): print('line', n); time.sleep(0.1)"
 

@@ -465,6 +465,26 @@ def test_a_nested_body_that_calls_its_task_calls_a_function(app: Celery, judge: 
     assert f.delay(5).get() == "called"
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_body_that_calls_itself_again_and_again_has_one_lock(
+    app: Celery, judge: Judge, wrapped: bool
+) -> None:
+    """However deep: Celery hands each call another copy of the request."""
+
+    class Wrapping(Task):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+    class Locked(AdvisoryLockedTask, *([Wrapping] if wrapped else [])): ...
+
+    @app.task(base=Locked, name="f", lock_key="<n>", shared=False)
+    def f(n):
+        assert len(judge.held()) == 1
+        return n * f(n - 1) if n else 1
+
+    assert f.delay(5).get() == 120
+
+
 def test_what_an_eager_body_is_replaced_with_has_its_own_lock(
     app: Celery, make: Callable[..., Any], ran: Ran, taken: None
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -190,3 +191,22 @@ def test_a_locked_task_in_a_child_of_a_body_takes_part(app: Celery, judge: Judge
 
     assert f.delay(1).get() == 0
     assert judge.held() == set()
+
+
+def test_a_keeper_of_before_the_fork_begins_anew(keeper: Keeper, hold: Hold, judge: Judge) -> None:
+    """Somebody may have kept it: a `Leader` that was made when its module was imported."""
+
+    def child() -> None:
+        mine, theirs = socket.socketpair()
+        other = Hold(OTHER)
+        assert keeper.acquire(other).answer is Answer.GRANTED
+        mine.send(b"not the watch's")
+        theirs.settimeout(2)
+        assert theirs.recv(64) == b"not the watch's"
+        assert judge.holder(ID) != judge.holder(OTHER)
+        keeper.release(other)
+        assert keeper.acquire(Hold(ID)).answer is Answer.CONFLICT
+
+    assert in_child(child) == 0
+    assert not hold.lost
+    keeper.release(hold)

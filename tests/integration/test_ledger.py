@@ -133,11 +133,11 @@ def test_a_missing_table_costs_nobody_his_lock(keeper: Keeper, new_ledger: Calla
 def test_a_locked_table_costs_nobody_his_lock(
     postgres: PostgreSQL, dbname: str, observer: psycopg.Connection, ledger: Ledger, network: bool
 ) -> None:
-    """Who asks is told so after two seconds, whatever lies between; the session of the locks goes on."""
+    """Who asks is told so in a moment, whatever lies between; the session of the locks goes on."""
     settings = Settings(postgres.url(dbname) if network else postgres.socket_url(dbname), loss_timeout=9.0)
     keeper, hold = keeper_for(settings), Hold(LockId(7))
     keeper.acquire(hold)
-    asks = Ledger("ledger", "celery:beat", scribe_for(settings).run)
+    asks = Ledger("ledger", "celery:beat", scribe_for(settings, "ledger").run)
     with observer.transaction():
         observer.execute("LOCK TABLE ledger")
         since = time.monotonic()
@@ -148,7 +148,7 @@ def test_a_locked_table_costs_nobody_his_lock(
             assert keeper.acquire(other).answer is Answer.GRANTED
             keeper.release(other)
             assert time.monotonic() - asked_at < 1
-        assert 1.5 < time.monotonic() - since < 4
+        assert 0.1 < time.monotonic() - since < 2
         with pytest.raises(LockUnavailable, match="lock timeout"):
             asked.result(timeout=0)
     assert asks.run("report", NOON.isoformat(), "first")

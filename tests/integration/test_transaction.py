@@ -1000,6 +1000,23 @@ def test_it_works_behind_a_pooler_in_transaction_mode(
         judge.end(pid)
 
 
+def test_what_others_have_behind_a_pooler_stays_theirs(
+    postgres: PostgreSQL, dbname: str, judge: Judge
+) -> None:
+    """A connection is cleared of what a body left; behind a pooler that is not ours to clear."""
+    with PgBouncer(postgres, default_pool_size=1) as pooler:
+        url = pooler.url(dbname)
+        with psycopg.connect(url, autocommit=True, prepare_threshold=None) as client:
+            client.execute("PREPARE theirs AS SELECT 1")
+            client.execute("CREATE TEMP TABLE their_rows ()")
+            for _ in range(3):
+                with advisory_lock(ID, scope="transaction", database_url=url) as lock:
+                    lock.connection.execute("SELECT 1")
+            assert client.execute("EXECUTE theirs").fetchone() == (1,)
+            client.execute("TABLE their_rows")
+        close_all()
+
+
 def test_a_session_lock_is_refused_behind_that_pooler(pooled: str) -> None:
     """The control: there a session lock would be shared or lost."""
     from celery_pglock import LockSetupError
