@@ -176,7 +176,10 @@ class Job:
             self.in_foreground = False
         if self.has_terminal() and (asks or not self.has_reader):
             self.enter_foreground()
-        self.send(signal.SIGCONT)
+        # What became of the lock meanwhile the watch sees in a moment.
+        time.sleep(LOOK_EVERY)
+        if not self.lock.lost:
+            self.send(signal.SIGCONT)
 
     def enter_foreground(self) -> None:
         """Pass the terminal on, which the shell gives to the runner."""
