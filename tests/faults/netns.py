@@ -52,7 +52,11 @@ class Namespace:
         return ["nsenter", "--target", str(self.pid), "--net", *user]
 
     def run(self, *command: str) -> None:
-        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, check=False)
+        # A plain user has neither the folder on his path nor the right to the lock of everybody's iptables.
+        env = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+        if not ROOT:
+            env["XTABLES_LOCKFILE"] = f"/tmp/xtables-{os.geteuid()}.lock"
+        done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, check=False, env=env)
         if done.returncode:
             raise MissingServer(f"no network namespaces: {' '.join(command)}: {done.stderr.strip()}")
 
