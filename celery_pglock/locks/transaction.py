@@ -115,8 +115,8 @@ class Line:
         #: When the question was asked that is not answered yet, while there is one of ours.
         self.asked_at: float | None = None
         self.hold: Hold | None = None
-        #: Whether the connection has ended, seen by the watch.
-        self.ended = False
+        #: Whether the connection has ended, seen by the watch, and whether that was its own doing.
+        self.ended = self.was_cut = False
         self.running: set[Interrupt] = set()
         self.watch = Watch(self._on_end, self._on_pause)
         try:
@@ -147,6 +147,15 @@ class Line:
             or (exc.sqlstate is not None and is_broken(self.connection, exc))
         )
 
+    def why_broken(self, exc: psycopg.Error) -> str:
+        """Tell what broke the connection: of a cut the driver knows no more than that it ended."""
+        if not self.was_cut:
+            return reason_of(exc)
+        return (
+            f"no answer for {self.settings.loss_timeout:g} s: a network that fell silent, or a pooler without"
+            " a free server connection, which each running body of transaction scope needs"
+        )
+
     def close(self) -> None:
         """Close the connection: the transaction is rolled back, and its lock free.
 
@@ -169,7 +178,7 @@ class Line:
         if asked_at is not None:
             left = asked_at + self.settings.loss_timeout - time.monotonic()
             if left <= 0:
-                # A pooler without a free connection, or a network that fell silent.
+                self.was_cut = True
                 cut(self.connection)
             pauses.append(max(left, INTERRUPT_EVERY))
         for interrupt in list(self.running):
@@ -305,7 +314,7 @@ class Transaction:
             broken = is_broken(line.connection, exc)
             line.close()
             if broken:
-                raise LineLost(reason_of(exc)) from exc
+                raise LineLost(line.why_broken(exc)) from exc
             raise refusal_of(exc) from exc
 
     def _lock(self, line: Line, asked: Acquire, question: Expression) -> bytes | None:

@@ -1039,6 +1039,7 @@ def test_a_pool_without_a_free_connection_is_an_error_and_no_conflict(
         asked = scopes[3].acquire(holds[3])
         assert asked.answer is Answer.UNKNOWN
         assert isinstance(asked.error, LockUnavailable)
+        assert "a pooler without a free server connection" in str(asked.error)
         assert time.monotonic() - since < 5, "as long as the bound, and no second time"
         for scope, hold in zip(scopes[:3], holds, strict=False):
             scope.release(hold)
