@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from celery import Celery, states
+from celery import states
 from celery.canvas import _chain
 from celery.exceptions import Ignore, ImproperlyConfigured, Retry, TaskRevokedError
 from celery.utils.time import get_exponential_backoff_interval
@@ -219,19 +219,20 @@ def backoff(execution: Execution, tries: int) -> int:
         factor=options.backoff,
         # The exponent is bounded too: nobody needs the two-thousandth power of two.
         retries=min(tries - 1, 30),
-        maximum=min(options.backoff_max, patience_of_broker(execution.task.app)),
+        maximum=longest_countdown(execution),
         full_jitter=options.jitter,
     )
     return max(1, interval)
 
 
-def patience_of_broker(app: Celery) -> int:
-    """Half of the seconds after which the broker delivers again what a worker has and did not acknowledge.
+def longest_countdown(execution: Execution) -> int:
+    """The task's own bound, and half of the broker's ``visibility_timeout`` where that is set.
 
-    A message that waits longer than that for its countdown multiplies.
+    A message that waits longer in a worker than the broker is patient is delivered again, and multiplies.
     """
-    options = app.conf.broker_transport_options or {}
-    return max(1, int(options.get("visibility_timeout") or 3600) // 2)
+    bound = execution.options.backoff_max
+    patience = (execution.task.app.conf.broker_transport_options or {}).get("visibility_timeout")
+    return bound if patience is None else min(bound, max(1, int(patience) // 2))
 
 
 # What is said about it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -99,14 +100,14 @@ class Execution:
     def _identity(self, namespace: str) -> Hold | None:
         """What a second delivery of this message has in common with the first, and its successors have not.
 
-        They have the first half of its id.
+        The messages of one task share the first half of it, by which they know each other.
         """
         request = self.request
         if self.is_item or request.is_eager:
             return None
-        task = f"<execution>:{namespace}:{request.id}"
-        (whole,), (part,) = id_of(task), id_of(f"{task}:{generation(request, self.attempts)}")
-        return Hold(LockId(whole >> 32 << 32 | part & 0xFFFFFFFF), label="this execution")
+        (task,) = id_of(f"<execution>:{namespace}:{request.id}")
+        message = zlib.crc32(repr(generation(request, self.attempts)).encode())
+        return Hold(LockId(task ^ message), label="this execution")
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -115,12 +116,18 @@ class Execution:
         try:
             yield
         finally:
-            self._over = True
+            self._unmark()
 
     def _mark(self) -> None:
         # Items have no request of their own: theirs is the task's, in all threads.
         if not self.is_item:
             vars(self.request)[MARK] = self
+
+    def _unmark(self) -> None:
+        # Copies of the request keep the mark. The request itself must not: the two would be garbage that
+        # only a collection finds, once for each task.
+        self._over = True
+        vars(self.request).pop(MARK, None)
 
     def __enter__(self) -> None:
         self._mark()
@@ -129,8 +136,9 @@ class Execution:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A successor of its own must not meet what its predecessor leaves behind.
-        self._end(success=error is None, linger=not self._has_successor)
+        # A successor of its own must not meet what its predecessor leaves behind, and without a body there is
+        # nothing to be kept apart from.
+        self._end(success=error is None, linger=self._started and not self._has_successor)
         self.clean_up()
         if not self._goes_on:
             self.hold.check_after(error)
@@ -145,7 +153,7 @@ class Execution:
         if self._place is not None:
             self.scope.release(self._place)
         self._granted_by.release(self.hold, success=success, linger=linger)
-        self._over = True
+        self._unmark()
 
     def clean_up(self) -> None:
         """Do what is left of its end: all of it, where an interrupt came at the door of `__exit__`.
@@ -245,10 +253,9 @@ class Execution:
 
         Not one that has published its own successor, or wants none, or whose body gave the lock away.
         """
-        ends = (TaskPredicate, SoftTimeLimitExceeded)
-        wanted = self.options.on_lost == "retry" and not isinstance(error, ends)
-        wanted = wanted and not self.hold.lost_by_body
-        return self.hold.lost and wanted and not self._has_successor
+        if self.options.on_lost != "retry" or not self.hold.lost or self.hold.lost_by_body:
+            return False
+        return not self._has_successor and not isinstance(error, (TaskPredicate, SoftTimeLimitExceeded))
 
     def keep_back_retry(self, signature: Signature) -> None:
         """Let a signature that ``retry()`` is about to publish wait for the release."""

@@ -92,6 +92,7 @@ class ElectedScheduler:
             pings=False,
         )
         self._term: Term | None = None
+        #: The one before, which may have something to record yet.
         self._last_term: Term | None = None
         #: What was sent, by this beat or by the leaders it followed.
         self._progress = Progress()

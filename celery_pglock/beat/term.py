@@ -65,10 +65,10 @@ class Term:
         #: The slot that each entry may send now, and the last one that it has.
         self._granted: dict[str, datetime] = {}
         self._sent: dict[str, datetime] = {}
-        #: What the broker has and the ledger has not.
-        self._unrecorded: dict[str, datetime] = {}
         #: The slot after that one, as far as it is known.
         self._next: dict[str, datetime] = {}
+        #: What the broker has and the ledger has not.
+        self._unrecorded: dict[str, datetime] = {}
         self._clean_at = 0.0
         self._its_is_due, self._its_reserve = inner.is_due, inner.reserve
         self._its_apply_async = inner.apply_async

@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from .errors import LockError, LockUnavailable
+from .errors import LockError
 from .hold import Hold
 from .keeper import Keeper
 from .keys import LockId
 from .native import native_poll
-from .requests import Acquire, Answer, FindHolder, FindStatement, Release, Request, Statement, refuse
+from .requests import Acquire, Answer, FindHolder, FindStatement, Release, Statement
 from .server import SessionBroken
 from .session import Session
 from .settings import Settings
@@ -247,9 +247,7 @@ class ListeningKeeper(Keeper):
             raise
         return session
 
-    def _perform_anew(self, requests: Sequence[Request], reason: str) -> None:
-        """Ask no second time: who listens has missed what was told meanwhile, and decides anew."""
-        if self._listens is None:
-            super()._perform_anew(requests, reason)
-        else:
-            refuse(requests, LockUnavailable(reason))
+    @property
+    def _asks_anew(self) -> bool:
+        # Who listens has missed what was told meanwhile, and decides anew.
+        return self._listens is None

@@ -254,23 +254,26 @@ class Keeper:
         try:
             self._perform(requests)
         except SessionBroken as exc:
-            if session is not None and session.given_up_at is not None:
-                # On a silent network a second try would have everybody wait for nothing.
+            # On a silent network a second try would have everybody wait for nothing.
+            is_silent = session is not None and session.given_up_at is not None
+            if is_silent or not self._asks_anew:
                 refuse(requests, LockUnavailable(str(exc)))
                 return
-            self._perform_anew(requests, str(exc))
+            # A server restart between two tasks costs nothing. Releases need no second try: what the
+            # broken session held is free.
+            self._perform_anew([request for request in requests if isinstance(request, Acquire)])
 
-    def _perform_anew(self, requests: Sequence[Request], reason: str) -> None:  # noqa: ARG002
-        """Ask again on a new session, once: a server restart between two tasks costs nothing.
+    @property
+    def _asks_anew(self) -> bool:
+        """Whether a question that met the end of its session is asked once more, on another one."""
+        return True
 
-        Releases need no second try: what the broken session held is free.
-        """
-        acquires = [request for request in requests if isinstance(request, Acquire)]
+    def _perform_anew(self, requests: Sequence[Acquire]) -> None:
         try:
-            self._perform(acquires)
+            self._perform(requests)
         except SessionBroken as exc:
-            refuse(acquires, LockUnavailable(str(exc)))
-        for request in acquires:
+            refuse(requests, LockUnavailable(str(exc)))
+        for request in requests:
             # The broken session may live on for the server for a while, with the lock granted to it: a
             # refusal can come from ourselves, and must not pass for a conflict.
             if request.answer in (Answer.CONFLICT, Answer.SAME_EXECUTION):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,7 +56,7 @@ class Namespace:
         # A plain user has neither the folder on his path nor the right to the lock of everybody's iptables.
         env = {**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
         if not ROOT:
-            env["XTABLES_LOCKFILE"] = f"/tmp/xtables-{os.geteuid()}.lock"
+            env["XTABLES_LOCKFILE"] = str(Path(tempfile.gettempdir(), f"xtables-{os.geteuid()}.lock"))
         done = subprocess.run([*self.prefix, *command], capture_output=True, text=True, check=False, env=env)
         if done.returncode:
             raise MissingServer(f"no network namespaces: {' '.join(command)}: {done.stderr.strip()}")

@@ -133,7 +133,8 @@ def test_body_with_a_successor_has_no_second_one(mixed: MixedFleet) -> None:
     mixed.fleet.running(name)
     lose(mixed.observer, name)
     mixed.fleet.wait(lambda: len(mixed.fleet.history.runs(name)) > 1, "its successor")
-    time.sleep(2)  # a second one, after a countdown of a second
+    # A second one would wait for its time in a worker.
+    mixed.fleet.wait(mixed.fleet.drained, "no message left")
     assert len(mixed.fleet.history.runs(name, task_id=result.id)) == 2
 
 
