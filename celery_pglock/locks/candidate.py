@@ -70,10 +70,12 @@ class Candidate:
             hold._granted(slot=0)
             self.term = hold
             return True
-        asked, holder, statement = self._keeper.campaign(hold)
+        # Before: who resigns while this is asked is heard with its answer, which may be a refusal still.
         self._is_vacant = False
+        asked, holder, statement = self._keeper.campaign(hold)
         if asked.answer is Answer.GRANTED:
             self.term = hold
+            self._is_vacant = False
         else:
             self.rival, self.rival_says = holder.holder, statement.statement
         if asked.error is not None:
@@ -83,8 +85,8 @@ class Candidate:
     def look(self) -> None:
         """See who leads, and do not ask for the lock."""
         if self._keeper is not None:
-            holder, statement = self._keeper.look(self._new_hold().id)
             self._is_vacant = False
+            holder, statement = self._keeper.look(self._new_hold().id)
             self.rival, self.rival_says = holder.holder, statement.statement
             if statement.error is not None:
                 self.warn(statement.error)
@@ -211,19 +213,22 @@ class ListeningKeeper(Keeper):
         session = self._session
         if session is None:
             return False
-        poll = native_poll()
-        poll.register(session.socket, select.POLLIN)
-        if not poll.poll(seconds * 1000):
-            return True
+        # First without a poll: what came close behind the last answer lies in the driver's buffer already.
+        if not self._take_in(session) and self._session is session:
+            poll = native_poll()
+            poll.register(session.socket, select.POLLIN)
+            if poll.poll(seconds * 1000):
+                self._take_in(session)
+        return self._session is session
+
+    def _take_in(self, session: Session) -> bool:
+        """Take in what was told, and tell whether anything was. Drops a session that is broken."""
         with self._statement:
-            if self._session is not session:
-                return False
             try:
-                session.hear()
+                return self._session is session and session.hear()
             except SessionBroken as exc:
                 self._drop_session(str(exc))
                 return False
-        return True
 
     def campaign(self, hold: Hold) -> tuple[Acquire, FindHolder, FindStatement]:
         """Try to acquire a hold, and ask with the same statement who has it and what he said last."""

@@ -173,17 +173,22 @@ class Session:
         except psycopg.Error as exc:
             raise refusal_of(exc) from exc
 
-    def hear(self) -> None:
-        """Take in what was told since the last statement, and do not wait. Raises `SessionBroken`."""
-        pgconn = self._connection.pgconn
+    def hear(self) -> bool:
+        """Take in what was told since the last statement, and do not wait. Tell whether anything was.
+
+        Raises `SessionBroken`.
+        """
+        pgconn, heard = self._connection.pgconn, False
         try:
             pgconn.consume_input()
             while (notify := pgconn.notifies()) is not None:
+                heard = True
                 if pgconn.notify_handler is not None:
                     pgconn.notify_handler(notify)
         except psycopg.Error as exc:
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
+        return heard
 
     def perform(self, requests: Sequence[Request]) -> None:
         """Answer a batch of requests with one statement.

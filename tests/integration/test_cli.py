@@ -102,6 +102,11 @@ class Terminal:
                 self._seen += os.read(self._ours, 4096).decode()
         self._seen = self._seen.partition(text)[2]
 
+    def stops(self) -> None:
+        """Press Ctrl-Z, and the shell says so."""
+        self.types("\x1a")
+        self.sees("Stopped")
+
     def answers(self) -> None:
         """The shell has the terminal: it computes what the echo of the question does not show."""
         self.types("echo $((6 * 7))th\n")
@@ -392,16 +397,14 @@ def test_ctrl_z_gives_the_terminal_back(terminal: Terminal, judge: Judge) -> Non
     eventually(judge.held, "it runs", within=20)
     terminal.types("one\n")
     terminal.sees("got one")
-    terminal.types("\x1a")
-    terminal.sees("Stopped")
+    terminal.stops()
     terminal.answers()
     assert judge.held() == {MIGRATE}
     terminal.types("fg\n")
     terminal.types("two\n")
     terminal.sees("got two")
     # It has no say in the background: the terminal stops it there.
-    terminal.types("\x1a")
-    terminal.sees("Stopped")
+    terminal.stops()
     terminal.types("bg; wait %1; jobs\n")
     terminal.sees("Stopped")
     terminal.answers()
@@ -420,8 +423,7 @@ def test_ctrl_z_stops_the_script_too(terminal: Terminal, judge: Judge, tmp_path:
     eventually(judge.held, "it runs", within=20)
     terminal.types("one\n")
     terminal.sees("got one")
-    terminal.types("\x1a")
-    terminal.sees("Stopped")
+    terminal.stops()
     terminal.answers()
     terminal.types("fg\n")
     terminal.types("two\n")
@@ -440,8 +442,7 @@ def test_a_pager_has_the_terminal(terminal: Terminal, tmp_path: Path) -> None:
     terminal.types(f"{under_the_lock(*command).strip()} | {pager}\n")
     terminal.types("one\n")
     terminal.sees("pager got one")
-    terminal.types("\x1a")
-    terminal.sees("Stopped")
+    terminal.stops()
     terminal.answers()
     terminal.types("fg\n")
     (tmp_path / "ask").touch()
@@ -468,8 +469,7 @@ def test_a_command_goes_on_in_the_background(terminal: Terminal, judge: Judge) -
     """It takes the terminal from nobody, and gets it back with `fg`."""
     terminal.types(under_the_lock(*python(TELL)))
     terminal.sees("line 1")
-    terminal.types("\x1a")
-    terminal.sees("Stopped")
+    terminal.stops()
     terminal.types("bg\n")
     terminal.sees("line ")
     terminal.answers()
@@ -477,8 +477,7 @@ def test_a_command_goes_on_in_the_background(terminal: Terminal, judge: Judge) -
     terminal.types("fg\n")
     terminal.sees("line ")
     terminal.sees("line ")
-    terminal.types("\x1a")
-    terminal.sees("Stopped")
+    terminal.stops()
     terminal.answers()
     terminal.types("fg\n")
     terminal.sees("line ")
@@ -493,8 +492,7 @@ def test_a_stopped_command_is_killed_with_its_job(terminal: Terminal, judge: Jud
     eventually(judge.held, "it runs", within=20)
     terminal.types("one\n")
     terminal.sees("got one")
-    terminal.types("\x1a")
-    terminal.sees("Stopped")
+    terminal.stops()
     terminal.types("kill %1\n")
     eventually(lambda: not judge.held(), "it is ended")
     terminal.answers()

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from celery import Celery
@@ -37,6 +37,8 @@ from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.session import Answer
 from celery_pglock.locks.transaction import close_warm
 from integration.judge import Judge, eventually
+
+T = TypeVar("T")
 
 ID, STEADY, PROBE = LockId(1), LockId(2), LockId(3)
 SECONDS = 2.0
@@ -186,6 +188,18 @@ class Tracer:
             sys.settrace(previous)
 
 
+def at_any_line(interrupt: Callable[[Tracer], T]) -> Iterator[tuple[str, T]]:
+    """Interrupt at one place after the other, until there is none left, and tell it with what came of it."""
+    for n in range(1, 1000):
+        tracer = Tracer(n)
+        outcome = contextvars.copy_context().run(interrupt, tracer)
+        if not tracer.place:
+            assert n > 50
+            return
+        yield tracer.place, outcome
+    raise AssertionError("no end of places")
+
+
 @pytest.mark.parametrize("is_eager", [False, True], ids=["message", "eager"])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(
     make: Callable[[LockId], Any], keeper: Keeper, judge: Judge, way: str, is_eager: bool
@@ -195,23 +209,18 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(
     task.run = lambda: held.append(judge.held())
     execution(task, task, is_eager=is_eager)
 
-    def interrupt(n: int) -> tuple[str, bool]:
-        tracer = Tracer(n)
+    def interrupt(tracer: Tracer) -> bool:
         execution(task, lambda: tracer.during(task), is_eager=is_eager)
         clean = is_clean(keeper, judge) and current_lock() is None
         execution(task, task, is_eager=is_eager)
-        return tracer.place, clean and ID in held[-1] and is_clean(keeper, judge)
+        return clean and ID in held[-1] and is_clean(keeper, judge)
 
     left = []
-    for n in range(1, 2000):
-        place, nothing_left = contextvars.copy_context().run(interrupt, n)
-        if not place:
-            break
+    for place, nothing_left in at_any_line(interrupt):
         if not nothing_left:
             left.append(place)
             for pid in judge.sessions():
                 judge.end(pid)
-    assert 50 < n < 1000
     assert not left, "\n".join(left)
 
 
@@ -222,27 +231,22 @@ def test_an_interrupt_at_any_line_of_a_transaction_leaves_no_session(app: Celery
     @app.task(base=AdvisoryLockedTask, name="f", lock_key=lambda: ID, lock_scope="transaction", shared=False)
     def f() -> None: ...
 
-    def interrupt(n: int) -> str:
+    def interrupt(tracer: Tracer) -> list[int]:
         close_warm()
-        tracer = Tracer(n)
         execution(f, lambda: tracer.during(f))
         close_warm()
         gc.collect()
-        return tracer.place
-
-    left = []
-    for n in range(1, 2000):
-        place = contextvars.copy_context().run(interrupt, n)
-        if not place:
-            break
         deadline = time.monotonic() + 1
         while (sessions := judge.sessions()) and time.monotonic() < deadline:
             time.sleep(0.01)
+        return sessions
+
+    left = []
+    for place, sessions in at_any_line(interrupt):
         if sessions:
             left.append(place)
             for pid in sessions:
                 judge.end(pid)
-    assert 50 < n < 1000
     assert not left, "\n".join(left)
 
 
@@ -259,22 +263,17 @@ def test_an_interrupt_at_any_line_loses_nothing_that_was_kept_back(
 
     task.run = body
 
-    def interrupt(n: int) -> str:
+    def interrupt(tracer: Tracer) -> bool:
         # Not while a session opens.
         execution(task, task)
-        tracer = Tracer(n)
         execution(task, lambda: tracer.during(task))
-        return tracer.place
+        return published == kept
 
     lost = []
-    for n in range(1, 2000):
-        place = contextvars.copy_context().run(interrupt, n)
-        if not place:
-            break
-        if published != kept:
+    for place, nothing_lost in at_any_line(interrupt):
+        if not nothing_lost:
             lost.append(place)
             published[:] = kept
-    assert 50 < n < 1000
     assert not lost, "\n".join(lost)
     # The owner gives the last identity back in its own time; until then no session is closed.
     eventually(lambda: not judge.held(), "an identity is left", within=2)
