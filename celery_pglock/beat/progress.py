@@ -1,14 +1,16 @@
 """How far a schedule has come, as far as one beat knows: by its own sends, and by what leaders tell.
 
-A leader tells each slot that it has sent, as soon as the broker has it, and with it, and at the end of each
-tick, the moment up to which all of them were. Both are true for ever, whoever leads: what is known is never
-unlearned. Its last statement holds the latter at any time, for those who have just come.
+A leader tells as soon as the broker has a slot, and at the end of each tick: the moment up to which all
+were sent, and what was sent since. Both are true for ever, whoever leads: what is known is never unlearned.
+It tells all of it each time, since who has just come reads its last statement and no other. Where that is
+too long, who listens is told the one slot, and who has just come nothing.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 
 __all__ = ["Progress"]
@@ -19,6 +21,9 @@ CLOCKS_DIFFER = timedelta(seconds=60)
 
 #: Bytes that PostgreSQL passes on at once.
 LONGEST = 7999
+
+#: Said where there is more to say than fits.
+NOTHING = json.dumps({"sent": {}})
 
 STATEMENT = re.compile(r"NOTIFY \"[^\"]*\", '(.*)'")
 
@@ -33,15 +38,18 @@ class Progress:
         self.last: dict[str, datetime] = {}
 
     def __str__(self) -> str:
-        """What a leader tells of it."""
-        return json.dumps({"until": self.until and self.until.isoformat()})
+        """What a leader tells of it: all, or nothing where that is too long."""
+        whole = {"until": self.until and self.until.isoformat(), "sent": texts(self.last)}
+        return words_of(whole) or NOTHING
 
     def sent(self, entry: str, due: datetime) -> str:
         """Take down one slot, and return what a leader tells of it."""
+        self._take_down(entry, due)
+        words = str(self)
+        return words if words != NOTHING else words_of({"sent": texts({entry: due})}) or NOTHING
+
+    def _take_down(self, entry: str, due: datetime) -> None:
         self.last[entry] = max(due, self.last.get(entry, due))
-        words = json.dumps({**json.loads(str(self)), "entry": entry, "due": due.isoformat()})
-        # A name without end is told at the end of the tick.
-        return words if len(words) <= LONGEST else str(self)
 
     def sent_until(self, moment: datetime) -> None:
         """Take down that all slots up to a moment were sent."""
@@ -52,20 +60,30 @@ class Progress:
         """Take down what a leader tells; anybody may say what is none of that."""
         try:
             told = json.loads(words)
-            until = None if told["until"] is None else moment(told["until"])
-            slot = (str(told["entry"]), moment(told["due"])) if "entry" in told else None
-        except (ValueError, KeyError, TypeError, RecursionError):
+            until = told.get("until") and moment(told["until"])
+            slots = {entry: moment(due) for entry, due in told["sent"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return
-        if until is not None:
+        if until:
             self.sent_until(until)
-        if slot is not None:
-            self.sent(*slot)
+        for entry, due in slots.items():
+            self._take_down(entry, due)
 
     def read(self, statement: str) -> None:
         """Take down what a leader told with a statement, if it is one of those."""
         told = STATEMENT.fullmatch(statement)
         if told is not None:
             self.hear(told[1].replace("''", "'"))
+
+
+def words_of(told: Mapping[str, object]) -> str | None:
+    """What is told as PostgreSQL passes it on, None where it is too long for that."""
+    words = json.dumps(told)
+    return words if len(words) <= LONGEST else None
+
+
+def texts(slots: dict[str, datetime]) -> dict[str, str]:
+    return {entry: due.isoformat() for entry, due in slots.items()}
 
 
 def moment(text: str) -> datetime:

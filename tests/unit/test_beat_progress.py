@@ -20,13 +20,34 @@ def test_a_follower_knows_each_slot_that_it_is_told() -> None:
     assert follower.until is None
 
 
-@pytest.mark.parametrize("name", [None, "report", "it's", 'a "b"'])
-def test_a_newcomer_reads_it_in_the_leader_s_last_statement_whichever_that_is(name: str | None) -> None:
+@pytest.mark.parametrize("names", [[], ["report"], ["it's", 'a "b"'], ["a", "b", "c"]])
+def test_a_newcomer_reads_all_in_the_leader_s_last_statement_whichever_that_is(names: list[str]) -> None:
+    """In the middle of a tick, too: what was sent before it came nobody tells it again."""
     leader, newcomer = Progress(), Progress()
     leader.sent_until(NOON)
-    words = str(leader) if name is None else leader.sent(name, NOON + SECOND)
-    newcomer.read("NOTIFY \"pglock:1\", '{}'".format(words.replace("'", "''")))
+    words = str(leader)
+    for name in names:
+        words = leader.sent(name, NOON + SECOND)
+    newcomer.read(statement(words))
     assert (newcomer.until, newcomer.last) == (leader.until, leader.last)
+
+
+def test_a_newcomer_knows_nothing_where_all_is_too_much_to_tell() -> None:
+    """And who listens knows each slot."""
+    leader, follower, newcomer = Progress(), Progress(), Progress()
+    leader.sent_until(NOON)
+    words = ""
+    for number in range(500):
+        words = leader.sent(f"entry {number}", NOON + SECOND)
+        follower.hear(words)
+    assert follower.last == leader.last
+    newcomer.read(statement(words))
+    newcomer.read(statement(str(leader)))
+    assert newcomer.until is None
+
+
+def statement(words: str) -> str:
+    return "NOTIFY \"pglock:1\", '{}'".format(words.replace("'", "''"))
 
 
 @pytest.mark.parametrize("later", [True, False])
@@ -54,10 +75,10 @@ def test_a_slot_too_long_to_tell_is_not_told() -> None:
     assert follower.last == {}
 
 
-@pytest.mark.parametrize("statement", ["SELECT true", "", "<insufficient privilege>"])
-def test_other_statements_say_nothing(statement: str) -> None:
+@pytest.mark.parametrize("other", ["SELECT true", "", "<insufficient privilege>"])
+def test_other_statements_say_nothing(other: str) -> None:
     progress = Progress()
-    progress.read(statement)
+    progress.read(other)
     assert (progress.until, progress.last) == (None, {})
 
 
@@ -75,10 +96,11 @@ def test_other_statements_say_nothing(statement: str) -> None:
         '{"until": 5}',
         '{"until": "soon"}',
         '{"until": "2026-01-01T00:00:00"}',
-        '{"until": "2026-11-30T12:00:00+00:00", "entry": "a"}',
-        '{"until": null, "entry": "a", "due": "2026-01-01T00:00:00"}',
-        '{"until": "2926-01-01T00:00:00+00:00"}',
-        '{"until": null, "entry": "a", "due": "2926-01-01T00:00:00+00:00"}',
+        '{"until": "2026-11-30T12:00:00+00:00", "sent": "a"}',
+        '{"until": "2026-11-30T12:00:00+00:00", "sent": {"a": 5}}',
+        '{"until": null, "sent": {"a": "2026-01-01T00:00:00"}}',
+        '{"until": "2926-01-01T00:00:00+00:00", "sent": {}}',
+        '{"until": null, "sent": {"a": "2926-01-01T00:00:00+00:00"}}',
         "[" * 7900,
     ],
     ids=lambda words: words[:40],
