@@ -106,7 +106,8 @@ def test_sigterm_hands_over_at_once_and_ends_with_0(beats: Beats) -> None:
     """Whenever it comes, also between a send and its record. Nobody waits for a poll."""
     first = beats.start_leader()
     second = beats.start_follower(pglock_beat_poll=3.0)
-    beats.reader.wait(3)
+    # A whole tick: who has just come and knows nothing yet listens for a poll, whoever resigns.
+    beats.reader.wait(6, since=time.time())
     first.signal(signal.SIGTERM)
     asked = time.time()
     assert second.wait_leading() - asked < 1.5
