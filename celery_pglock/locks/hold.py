@@ -32,6 +32,11 @@ class Hold:
         RELEASED = "released"
         LOST = "lost"
 
+    #: Whether it was the code under it that gave the lock away: run again it would do so again.
+    lost_by_body = False
+    #: What the code under it ends with where it met the loss before anybody told it.
+    _signs_of_loss: tuple[type[BaseException], ...] = ()
+
     def __init__(
         self,
         id: LockId,
@@ -57,10 +62,6 @@ class Hold:
         self.label = label or name or repr(id)
         self._status = self.Status.NEW
         self._loss = ""
-        #: Whether it was the code under it that gave the lock away: run again it would do so again.
-        self.lost_by_body = False
-        #: What the code under it ends with where it met the loss before anybody told it.
-        self._signs_of_loss: tuple[type[BaseException], ...] = ()
         self._connection: Any = None
         self._token: int | None = None
         self._token_source: Callable[[], int] | None = None
@@ -153,7 +154,9 @@ class Hold:
         if self._status is not self.Status.HELD:
             return
         self._released_at = time.monotonic()
-        self._loss, self.lost_by_body = reason, by_body
+        self._loss = reason
+        if by_body:
+            self.lost_by_body = True
         self._status = self.Status.LOST
 
 

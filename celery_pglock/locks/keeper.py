@@ -24,6 +24,7 @@ from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
 from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
+from .line import close_warm, disown_all
 from .owner import Owner
 from .probe import prove_exclusion
 from .process import application_name, serves_one_at_a_time
@@ -43,7 +44,6 @@ from .server import SessionBroken, reason_of
 from .session import Session
 from .settings import Settings
 from .sql import DRAW
-from .transaction import close_warm, disown_all
 from .watch import Watch
 
 __all__ = ["Keeper", "close_all", "keeper_for", "scribe_for"]

@@ -11,12 +11,13 @@ import secrets
 from .errors import LockSetupError, LockUnavailable
 from .hold import Hold
 from .keys import LockId
+from .line import ask_once, close_warm
 from .process import application_name
 from .requests import Acquire, Answer, Release
 from .server import IN_RECOVERY, OnStandby, SessionBroken, refuse_standby
 from .session import Session
 from .settings import Settings
-from .transaction import Transaction, ask_once, close_warm
+from .transaction import Transaction
 
 __all__ = ["probe", "prove_exclusion"]
 

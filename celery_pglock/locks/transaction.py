@@ -12,9 +12,6 @@ lost has written nothing. Facts that shaped it:
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import psycopg
@@ -22,15 +19,12 @@ import psycopg
 from .errors import LockError, LockUnavailable
 from .hold import Hold
 from .holders import Expression, holder_query, matches
-from .interrupt import INTERRUPT_EVERY, Interrupt
+from .interrupt import Interrupt
 from .keys import LockId
-from .process import application_name
+from .line import RESET, Line, ask_once, keep_warm, warm_line
 from .requests import Acquire, Answer
 from .server import (
     Connection,
-    connect,
-    cut,
-    disown,
     is_broken,
     patience,
     query,
@@ -41,18 +35,15 @@ from .server import (
 )
 from .settings import Settings
 from .sql import DRAW, answer_of, if_locked, milliseconds, queue_up, try_lock
-from .watch import Watch
 
-__all__ = ["BodyConnection", "Transaction", "ask_once", "close_warm", "disown_all"]
+__all__ = ["BodyConnection", "Transaction"]
 
 #: READ WRITE is refused by a standby, and overrules a role's default.
 BEGIN = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 
-#: What a body's own settings left behind on the warm connection is not the next one's.
-RESET = "RESET SESSION AUTHORIZATION; RESET ALL"
-
-#: Nor is what else it left there: a DISCARD ALL in parts, since that runs in no transaction. They follow on
-#: BEGIN: some take a snapshot, behind which its modes are refused. Behind a pooler it is all other clients'.
+#: What else a body left on the connection is not the next one's either: a DISCARD ALL in parts, since that
+#: runs in no transaction. They follow on BEGIN: some take a snapshot, behind which its modes are refused.
+#: Behind a pooler it is all other clients'.
 DISCARD = (
     "CLOSE ALL; DEALLOCATE ALL; UNLISTEN *; DISCARD TEMP; DISCARD SEQUENCES; SELECT pg_advisory_unlock_all()"
 )
@@ -102,90 +93,6 @@ class BodyConnection(psycopg.Connection[Any]):
             "this transaction holds the task's lock: raise to roll it back, or use connection.transaction()"
             " for a savepoint"
         )
-
-
-class Line:
-    """A connection and the watch on it. One is kept warm for the next transaction."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.connection = connect(settings, application_name(), Connection)
-        #: Whether a body has had the connection, and whether it leads to one session of the server.
-        self.was_lent = self.is_direct = False
-        #: When the question was asked that is not answered yet, while there is one of ours.
-        self.asked_at: float | None = None
-        self.hold: Hold | None = None
-        #: Whether the connection has ended, seen by the watch, and whether that was its own doing.
-        self.ended = self.was_cut = False
-        self.running: set[Interrupt] = set()
-        self.watch = Watch(self._on_end, self._on_pause)
-        try:
-            self.watch.look_at(self.connection.fileno(), self)
-            _lines.add(self)
-        except BaseException:
-            # Interrupted: the watch would keep it open for ever.
-            self.close()
-            raise
-
-    def ask(self, *statements: str) -> list[list[bytes | None]]:
-        """Send statements together, in a bounded time, and return the rows of the last."""
-        self.asked_at = time.monotonic()
-        self.watch.wake()
-        try:
-            return query(self.connection, "; ".join(statements))
-        finally:
-            self.asked_at = None
-
-    def is_gone_by(self, exc: BaseException) -> bool:
-        """Whether an error tells that the connection has ended, and not what the body left on it.
-
-        A statement of an interrupted body may be under way still: that fails ours, and is no loss.
-        """
-        return isinstance(exc, psycopg.Error) and (
-            self.ended
-            or self.connection.closed
-            or (exc.sqlstate is not None and is_broken(self.connection, exc))
-        )
-
-    def why_broken(self, exc: psycopg.Error) -> str:
-        """Tell what broke the connection: of a cut the driver knows no more than that it ended."""
-        if not self.was_cut:
-            return reason_of(exc)
-        return (
-            f"no answer for {self.settings.loss_timeout:g} s: a network that fell silent, or a pooler without"
-            " a free server connection, which each running body of transaction scope needs"
-        )
-
-    def close(self) -> None:
-        """Close the connection: the transaction is rolled back, and its lock free.
-
-        Released and not lost, since it is our own doing; and before the watch sees the end.
-        """
-        if self.hold is not None:
-            self.hold._released()
-        _lines.discard(self)
-        self.watch.stop()
-        self.connection.close()
-
-    def _on_end(self, _: object) -> None:
-        self.ended = True
-        if self.hold is not None:
-            self.hold._lost("PostgreSQL ended its session")
-
-    def _on_pause(self) -> float | None:
-        pauses = []
-        asked_at = self.asked_at
-        if asked_at is not None:
-            left = asked_at + self.settings.loss_timeout - time.monotonic()
-            if left <= 0:
-                self.was_cut = True
-                cut(self.connection)
-            pauses.append(max(left, INTERRUPT_EVERY))
-        for interrupt in list(self.running):
-            if interrupt.due:
-                interrupt.stop()
-                pauses.append(INTERRUPT_EVERY)
-        return min(pauses, default=None)
 
 
 class Transaction:
@@ -389,70 +296,9 @@ def still_held(line: Line, hold: Hold) -> bool:
     return line.ask(f"SELECT EXISTS (SELECT FROM pg_locks WHERE {mine})")[0][0] == b"t"
 
 
-def ask_once(settings: Settings, question: str) -> bytes | None:
-    """Ask for one value, in no transaction. Raises `LockUnavailable` and `LockSetupError`."""
-    line = warm_line(settings) or Line(settings)
-    try:
-        answer = line.ask(RESET, question)[0][0]
-    except psycopg.Error as exc:
-        line.close()
-        raise LockUnavailable(reason_of(exc)) from exc
-    except BaseException:
-        line.close()
-        raise
-    keep_warm(line)
-    return answer
-
-
 class LineLost(Exception):
     """The connection broke before the lock was granted."""
 
 
 def text(value: bytes | None) -> str:
     return (value or b"0").decode()
-
-
-# Lines of this process: one is kept warm.
-
-_lines: set[Line] = set()
-_warm: deque[Line] = deque()
-
-
-def warm_line(settings: Settings) -> Line | None:
-    """The line that is kept warm, if it is one to this database."""
-    while _warm:
-        with suppress(IndexError):
-            line = _warm.pop()
-            if line.settings == settings and not line.connection.closed:
-                return line
-            line.close()
-    return None
-
-
-def keep_warm(line: Line) -> None:
-    """Keep a line warm, unless there is one."""
-    line.hold = None
-    # They belong to the body that had the connection.
-    line.connection.pgconn.notice_handler = line.connection.pgconn.notify_handler = None
-    if _warm:
-        line.close()
-    else:
-        _warm.append(line)
-
-
-def close_warm() -> None:
-    """Close what nobody uses."""
-    while _warm:
-        with suppress(IndexError):
-            _warm.pop().close()
-
-
-def disown_all() -> None:
-    """Give up what a forked child has inherited."""
-    for line in _lines:
-        line.watch.disown()
-        disown(line.connection)
-        if line.hold is not None:
-            line.hold._lost("its process was forked")
-    _lines.clear()
-    _warm.clear()

@@ -34,8 +34,8 @@ from celery_pglock.execution import kept_back_by, settle
 from celery_pglock.locks import process
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
+from celery_pglock.locks.line import close_warm
 from celery_pglock.locks.session import Answer
-from celery_pglock.locks.transaction import close_warm
 from integration.judge import Judge, eventually
 
 T = TypeVar("T")
