@@ -63,7 +63,8 @@ def read_settings(app: Celery, url: str | None = None) -> Settings | None:
         namespace=text(app, "pglock_namespace", "celery"),
         session_pooler=flag(app, "pglock_session_pooler", default=False),
         loss_timeout=seconds(app, "pglock_loss_timeout", 10.0, least=3.0),
-        freeze_timeout=seconds_or_none(app, "pglock_freeze_timeout", least=3.0),
+        freeze_timeout=seconds_or_none(app, "pglock_freeze_timeout", None, least=3.0),
+        failover_timeout=seconds_or_none(app, "pglock_failover_timeout", 60.0, least=3.0),
     )
 
 
@@ -113,9 +114,10 @@ def seconds(app: Celery, setting: str, default: float, *, least: float) -> float
     return float(value)
 
 
-def seconds_or_none(app: Celery, setting: str, *, least: float) -> float | None:
-    """Read a setting in seconds that may be left out."""
-    return None if app.conf.get(setting) is None else seconds(app, setting, least, least=least)
+def seconds_or_none(app: Celery, setting: str, default: float | None, *, least: float) -> float | None:
+    """Read a setting in seconds that may be None."""
+    given = app.conf.get(setting, default)
+    return None if given is None else seconds(app, setting, given, least=least)
 
 
 def text(app: Celery, setting: str, default: str) -> str:

@@ -43,6 +43,8 @@ class Conflict:
     waited: float
     #: Who holds it, in words, as far as PostgreSQL could tell at that moment.
     holder: str | None = None
+    #: Seconds that it has been held for at least, as far as PostgreSQL could tell.
+    held_for: float | None = None
 
 
 def resolve(execution: Execution, asked: Acquire) -> Any:
@@ -56,6 +58,7 @@ def resolve(execution: Execution, asked: Acquire) -> Any:
 
 def resolve_conflict(execution: Execution) -> Any:
     attempts, hold = execution.attempts.after_conflict(), execution.hold
+    holder = execution.scope.holder_of(hold.id)
     conflict = Conflict(
         lock=hold.label,
         id=hold.id,
@@ -63,7 +66,8 @@ def resolve_conflict(execution: Execution) -> Any:
         task_id=execution.request.id,
         conflicts=attempts.conflicts,
         waited=max(attempts.waited, execution.seconds_in_queue),
-        holder=execution.scope.holder_of(hold.id),
+        holder=holder and holder.words,
+        held_for=holder and holder.held_for,
     )
     decision = decide(execution, conflict)
     signals.lock_conflict.send(sender=execution.task, lock=hold, conflict=conflict, decision=decision)
@@ -239,13 +243,20 @@ def longest_countdown(execution: Execution) -> int:
 
 
 def tell_conflict(execution: Execution, conflict: Conflict, outcome: str) -> None:
-    extra = {**execution.extra, "conflicts": conflict.conflicts, "holder": conflict.holder}
+    extra = {
+        **execution.extra,
+        "conflicts": conflict.conflicts,
+        "holder": conflict.holder,
+        "held_for": conflict.held_for,
+    }
+    age = "" if conflict.held_for is None else f" for {conflict.held_for:.0f} s or longer"
     logger.info(
-        "task %s[%s]: lock %r is held by %s: %s",
+        "task %s[%s]: lock %r is held by %s%s: %s",
         conflict.task_name,
         conflict.task_id,
         conflict.lock,
         conflict.holder or "another",
+        age,
         outcome,
         extra=extra,
     )

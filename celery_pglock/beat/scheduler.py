@@ -204,13 +204,13 @@ class ElectedScheduler:
 
     def _follow(self) -> None:
         """Take down what the leader says, and log who it is, once."""
-        rival, says = self._candidate.rival, self._candidate.rival_says
+        rival = self._candidate.rival
         if rival is None:
             return
-        if rival != self._follows:
-            self._follows = rival
-            logger.info("this beat follows: %s leads", rival)
-        self._progress.read(says or "")
+        if rival.words != self._follows:
+            self._follows = rival.words
+            logger.info("this beat follows: %s leads", rival.words)
+        self._progress.read(rival.says)
 
     def _lead(self) -> float:
         term = self._term

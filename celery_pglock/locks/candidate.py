@@ -14,10 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from .errors import LockError
 from .hold import Hold
+from .holders import Holder
 from .keeper import Keeper
 from .keys import LockId
 from .native import native_poll
-from .requests import Acquire, Answer, FindHolder, FindStatement, Release, Statement
+from .requests import Acquire, Answer, FindHolder, Release, Statement
 from .server import SessionBroken
 from .session import Session
 from .settings import Settings
@@ -48,9 +49,8 @@ class Candidate:
         #: Whether somebody has just resigned.
         self._is_vacant = False
         self.term: Hold | None = None
-        #: Who leads instead, in words, and the last statement of his session.
-        self.rival: str | None = None
-        self.rival_says: str | None = None
+        #: Who leads instead, as far as was seen last.
+        self.rival: Holder | None = None
         self._warned_at: float | None = None
 
     @property
@@ -72,12 +72,12 @@ class Candidate:
             return True
         # Before: who resigns while this is asked is heard with its answer, which may be a refusal still.
         self._is_vacant = False
-        asked, holder, statement = self._keeper.campaign(hold)
+        asked, found = self._keeper.campaign(hold)
         if asked.answer is Answer.GRANTED:
             self.term = hold
             self._is_vacant = False
         else:
-            self.rival, self.rival_says = holder.holder, statement.statement
+            self.rival = found.holder
         if asked.error is not None:
             self.warn(asked.error)
         return self.leads
@@ -86,10 +86,10 @@ class Candidate:
         """See who leads, and do not ask for the lock."""
         if self._keeper is not None:
             self._is_vacant = False
-            holder, statement = self._keeper.look(self._new_hold().id)
-            self.rival, self.rival_says = holder.holder, statement.statement
-            if statement.error is not None:
-                self.warn(statement.error)
+            found = self._keeper.look(self._new_hold().id)
+            self.rival = found.holder
+            if found.error is not None:
+                self.warn(found.error)
 
     def confirm(self, note: str) -> bool:
         """Ask PostgreSQL whether the session of the lock is alive, and tell whether it still leads.
@@ -134,7 +134,7 @@ class Candidate:
         """Tell the others how far this leader has come, and whether it still leads.
 
         All that listen have it when this returns, whatever becomes of this process; who comes later finds it
-        as `rival_says` until the next statement.
+        in what its `rival` says until the next statement.
         """
         if self.leads:
             self._notify(note)
@@ -230,16 +230,16 @@ class ListeningKeeper(Keeper):
                 self._drop_session(str(exc))
                 return False
 
-    def campaign(self, hold: Hold) -> tuple[Acquire, FindHolder, FindStatement]:
-        """Try to acquire a hold, and ask with the same statement who has it and what he said last."""
-        asked = Acquire(hold), FindHolder(hold.id), FindStatement(hold.id)
+    def campaign(self, hold: Hold) -> tuple[Acquire, FindHolder]:
+        """Try to acquire a hold, and ask with the same statement who has it."""
+        asked = Acquire(hold), FindHolder(hold.id)
         self._answer(asked)
         return asked
 
-    def look(self, id: LockId) -> tuple[FindHolder, FindStatement]:
-        """Ask who holds an id and what he said last."""
-        asked = FindHolder(id), FindStatement(id)
-        self._answer(asked)
+    def look(self, id: LockId) -> FindHolder:
+        """Ask who holds an id."""
+        asked = FindHolder(id)
+        self._answer([asked])
         return asked
 
     def _new_session(self) -> Session:

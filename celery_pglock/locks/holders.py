@@ -5,21 +5,37 @@ An answer is out of date when it arrives. Nothing is decided by it.
 
 from __future__ import annotations
 
+import json
+from typing import NamedTuple
+
 from .keys import LockId
 
-__all__ = ["Expression", "holder_query", "id_from_pg_locks", "matches", "statement_query"]
+__all__ = [
+    "Expression",
+    "Holder",
+    "holder_query",
+    "id_from_pg_locks",
+    "matches",
+    "quiet_for",
+    "read_holder",
+]
 
 #: A text of SQL with a ``?`` for each value, and the values.
 Expression = tuple[str, tuple[object, ...]]
 
+#: The fields of a `Holder`. PostgreSQL keeps no time of a grant, but that of a session's last statement: the
+#: one that was granted the lock, or one that came later.
 HOLDER = """
-    (SELECT {}
+    (SELECT json_build_array(
+        format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' || client_addr),
+        extract(epoch FROM clock_timestamp() - least(xact_start, query_start))
+            + coalesce(substring(query FROM 'quiet for ([0-9]+) s')::int, 0),
+        query
+     )
      FROM pg_locks JOIN pg_stat_activity USING (pid)
      WHERE granted AND {}
      LIMIT 1)
 """
-
-IN_WORDS = "format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' || client_addr)"
 
 #: Locks of other databases are shown too, and are none of ours.
 MATCHES = """
@@ -33,18 +49,34 @@ KINDRED = MATCHES.replace(
 )
 
 
+class Holder(NamedTuple):
+    """Who holds a lock."""
+
+    #: Its application, process and address.
+    words: str
+    #: Seconds that it has had the lock at least, None where its statements are not for this role to see.
+    held_for: float | None
+    #: Its last statement.
+    says: str
+
+
+def quiet_for(seconds: float) -> str:
+    """What a session says with a mere sign of life: the statement before lies so far back."""
+    return f"quiet for {seconds:.0f} s"
+
+
 def holder_query(id: LockId, *, kindred: bool = False) -> Expression:
-    """A column that tells in words which session holds an id, NULL if none does.
+    """A column that tells which session holds an id, for `read_holder`; NULL if none does.
 
     With ``kindred`` it is any other 64-bit key with the same first half.
     """
     condition = KINDRED if kindred else MATCHES
-    return HOLDER.format(IN_WORDS, condition), id_in_pg_locks(id)
+    return HOLDER.format(condition), id_in_pg_locks(id)
 
 
-def statement_query(id: LockId) -> Expression:
-    """A column with the last statement of the session that holds an id, NULL if none does."""
-    return HOLDER.format("query", MATCHES), id_in_pg_locks(id)
+def read_holder(told: bytes | None) -> Holder | None:
+    """Read what `holder_query` asked for."""
+    return None if told is None else Holder(*json.loads(told.decode(errors="replace")))
 
 
 def matches(id: LockId) -> Expression:

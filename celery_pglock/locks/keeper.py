@@ -13,6 +13,7 @@ first use, replaces a broken one, and never hands it out. Facts that shaped it:
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import threading
@@ -22,17 +23,17 @@ from typing import Any
 
 from .errors import LockError, LockSetupError, LockUnavailable
 from .hold import Hold
+from .holders import Holder
 from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .line import close_warm, disown_all
 from .owner import Owner
-from .probe import prove_exclusion
+from .probe import leads_elsewhere, prove_exclusion
 from .process import application_name, serves_one_at_a_time
 from .requests import (
     Acquire,
     Answer,
     FindHolder,
-    FindStatement,
     Ping,
     Release,
     Request,
@@ -52,7 +53,7 @@ __all__ = ["Keeper", "close_all", "keeper_for", "scribe_for"]
 OWED_WITHIN = 0.2
 
 #: What a session is opened for. What it is to release is free where there is none.
-NEED_A_SESSION = (Acquire, FindStatement, Statement)
+NEED_A_SESSION = (Acquire, FindHolder, Statement)
 
 #: Seconds between two looks at a hold of our own session that stands in the way of a wait.
 WAIT_FOR_OURSELVES = 0.05
@@ -179,8 +180,8 @@ class Keeper:
         [[token, *_]] = drawn.rows or [[None]]
         return int(token or 0)
 
-    def holder_of(self, id: LockId, *, kindred: bool = False) -> str | None:
-        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked.
+    def holder_of(self, id: LockId, *, kindred: bool = False) -> Holder | None:
+        """Tell who holds an id at this moment; None if nobody does, or nobody could be asked.
 
         With ``kindred`` any other id with the same first half.
         """
@@ -313,8 +314,8 @@ class Keeper:
         """
         if self._session is not None:
             if any(interrupt.due for interrupt in list(self._running)):
-                raise LockUnavailable("it did not answer, and what ran under its locks is being stopped")
-            self._drop_session("PostgreSQL did not answer")
+                raise LockUnavailable("its session was given up, and what ran under it is being stopped")
+            self._drop_session("its session was given up")
         self._session = session = Session(self._settings, application_name())
         self._watch.look_at(session.socket, session)
         try:
@@ -350,7 +351,7 @@ class Keeper:
             self._pay_at = None
             self._ask_for_a_sign()
         if session is not None:
-            pauses += self._keep_alive(session)
+            pauses += self._keep_alive(session) + self._locate(session)
         if any(interrupt.due for interrupt in list(self._running)):
             for interrupt in list(self._running):
                 interrupt.stop()
@@ -399,6 +400,28 @@ class Keeper:
                 session.cut()
         elif session.silent_for > third and not session.has_an_answer():
             session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
+
+    def _locate(self, session: Session) -> list[float]:
+        """See now and then whether the URL still leads to the server of a session that is in use.
+
+        A server that was replaced may go on to answer, with locks that nobody else asks for. Seen from a new
+        connection, and aside: to connect may take its time.
+        """
+        timeout = self._settings.failover_timeout
+        if timeout is None or session.given_up_at is not None:
+            return []
+        left = session.located_at + timeout / 2 - time.monotonic()
+        if left > 0:
+            return [left]
+        if session.used_since_located:
+            _thread.start_new_thread(self._look_for_a_failover, (session,))
+        session.located_at = time.monotonic()
+        return [timeout / 2]
+
+    def _look_for_a_failover(self, session: Session) -> None:
+        if leads_elsewhere(self._settings, session.server):
+            session.give_up("pglock_database_url leads to another server by now")
+            session.cut()
 
 
 # All keepers of this process.

@@ -32,6 +32,7 @@ class Line:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.connection = connect(settings, application_name(), Connection)
+        self.connected_at = time.monotonic()
         #: Whether a body has had the connection, and whether it leads to one session of the server.
         self.was_lent = self.is_direct = False
         #: When the question was asked that is not answered yet, while there is one of ours.
@@ -48,6 +49,12 @@ class Line:
             # Interrupted: the watch would keep it open for ever.
             self.close()
             raise
+
+    @property
+    def may_lead_elsewhere(self) -> bool:
+        """Whether it is so old that its URL may lead to another server by now."""
+        timeout = self.settings.failover_timeout
+        return timeout is not None and time.monotonic() - self.connected_at > timeout
 
     def ask(self, *statements: str) -> list[list[bytes | None]]:
         """Send statements together, in a bounded time, and return the rows of the last."""
@@ -121,7 +128,7 @@ def warm_line(settings: Settings) -> Line | None:
     while _warm:
         with suppress(IndexError):
             line = _warm.pop()
-            if line.settings == settings and not line.connection.closed:
+            if line.settings == settings and not line.connection.closed and not line.may_lead_elsewhere:
                 return line
             line.close()
     return None

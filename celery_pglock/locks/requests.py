@@ -10,13 +10,13 @@ import psycopg
 
 from .errors import LockError
 from .hold import Hold
+from .holders import Holder
 from .keys import LockId
 
 __all__ = [
     "Acquire",
     "Answer",
     "FindHolder",
-    "FindStatement",
     "Ping",
     "Release",
     "Request",
@@ -62,19 +62,11 @@ class Release:
 
 @dataclass(eq=False)
 class FindHolder:
-    """Ask who holds an id, in words; with ``kindred`` any other with its first half."""
+    """Ask who holds an id; with ``kindred`` any other with its first half."""
 
     id: LockId
-    holder: str | None = None
     kindred: bool = False
-
-
-@dataclass(eq=False)
-class FindStatement:
-    """Ask for the last statement of who holds an id."""
-
-    id: LockId
-    statement: str | None = None
+    holder: Holder | None = None
     error: LockError | None = None
 
 
@@ -92,7 +84,7 @@ class Statement:
     error: psycopg.Error | LockError | None = None
 
 
-Request = Acquire | Release | FindHolder | FindStatement | Ping | Statement
+Request = Acquire | Release | FindHolder | Ping | Statement
 
 
 #: A row of PostgreSQL has room for 1664 columns.
@@ -142,5 +134,5 @@ def refuse(requests: Sequence[Request], error: LockError) -> None:
     for request in requests:
         if isinstance(request, Acquire):
             request.answer, request.error = Answer.UNKNOWN, error
-        elif isinstance(request, (FindStatement, Statement)):
+        elif isinstance(request, (FindHolder, Statement)):
             request.error = error

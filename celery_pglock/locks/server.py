@@ -65,7 +65,8 @@ ROLE_LIMITS = (
 MOST_PREPARED = 16
 
 IN_RECOVERY = "SELECT pg_is_in_recovery()"
-WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery()"
+#: The start of its postmaster tells a server from every other, and from its own copies.
+WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery(), pg_postmaster_start_time()"
 
 
 class SessionBroken(Exception):
@@ -104,7 +105,7 @@ def connect(settings: Settings, application_name: str, kind: type[SomeConnection
 
 def check_server(connection: Connection, who: Sequence[bytes | None], settings: Settings) -> None:
     """Refuse a server on which session locks would not hold. ``who`` is what it answered to `WHO_AM_I`."""
-    pid, in_recovery = who
+    pid, in_recovery, _ = who
     refuse_standby(in_recovery)
     if int(pid or 0) != connection.info.backend_pid and not settings.session_pooler:
         raise LockSetupError(

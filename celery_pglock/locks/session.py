@@ -21,14 +21,14 @@ import psycopg
 
 from .errors import LockError, LockSetupError
 from .hold import Hold
-from .holders import Expression, holder_query, id_from_pg_locks, statement_query
+from .holders import Expression, holder_query, id_from_pg_locks, quiet_for, read_holder
 from .keys import LockId
 from .native import native_poll
 from .requests import (
     Acquire,
     Answer,
     FindHolder,
-    FindStatement,
+    Ping,
     Release,
     Request,
     Statement,
@@ -91,6 +91,11 @@ class Session:
         self._sent_at: float | None = None
         self._in_queue = False
         self._answered_at = time.monotonic()
+        #: When it was last asked for more than a sign of life.
+        self._worked_at = self._answered_at
+        #: Which server it is, and when it was last seen that the URL leads there.
+        self.server: bytes | None = None
+        self.located_at = time.monotonic()
         #: When its holds were given up although the connection stands, see `give_up`.
         self.given_up_at: float | None = None
         self._connection = connect(settings, application_name, Connection)
@@ -111,7 +116,9 @@ class Session:
     def set_up(self) -> None:
         """Check the server and tell it what it is to know. Raises `LockUnavailable` or `LockSetupError`."""
         try:
-            check_server(self._connection, self._query(WHO_AM_I)[0], self._settings)
+            [who] = self._query(WHO_AM_I)
+            check_server(self._connection, who, self._settings)
+            self.server = who[2]
             self._query(set_statement(session_settings(self._settings)))
         except psycopg.Error as exc:
             raise refusal_of(exc) from exc
@@ -153,6 +160,11 @@ class Session:
     def quiet_for(self) -> float:
         """Seconds since the last answer."""
         return time.monotonic() - self._answered_at
+
+    @property
+    def used_since_located(self) -> bool:
+        """Whether it answered anything since it was last seen where the URL leads."""
+        return self._answered_at > self.located_at
 
     def owe(self, hold: Hold) -> None:
         """Release a hold with the next statement, whatever that will be."""
@@ -197,6 +209,10 @@ class Session:
         error; then nothing was granted and all that was to be released is.
         """
         first = requests[0]
+        if isinstance(first, Ping) and len(requests) == 1:
+            self._ask(requests, before=f"/* {quiet_for(time.monotonic() - self._worked_at)} */ ")
+            return
+        self._worked_at = time.monotonic()
         if isinstance(first, Statement):
             self._run(first)
         elif isinstance(first, Acquire) and first.wait != 0 and len(requests) == 1:
@@ -296,8 +312,6 @@ class Session:
             return self._plan_acquire(request)
         if isinstance(request, FindHolder):
             return self._plan_finding(request)
-        if isinstance(request, FindStatement):
-            return self._plan_finding_statement(request)
         return [(("true", ()), ignore)]
 
     def _plan_release(self, hold: Hold) -> Sequence[Column]:
@@ -379,15 +393,9 @@ class Session:
 
     def _plan_finding(self, request: FindHolder) -> Sequence[Column]:
         def settle(holder: bytes | None) -> None:
-            request.holder = None if holder is None else holder.decode(errors="replace")
+            request.holder = read_holder(holder)
 
         return [(holder_query(request.id, kindred=request.kindred), settle)]
-
-    def _plan_finding_statement(self, request: FindStatement) -> Sequence[Column]:
-        def settle(statement: bytes | None) -> None:
-            request.statement = None if statement is None else statement.decode(errors="replace")
-
-        return [(statement_query(request.id), settle)]
 
     def _execute(self, columns: Sequence[Column], before: str) -> None:
         texts: list[str] = []

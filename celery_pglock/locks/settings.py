@@ -22,3 +22,5 @@ class Settings:
     loss_timeout: float = 10.0
     #: Seconds after which the server ends the session of a process that is frozen; None: never.
     freeze_timeout: float | None = None
+    #: Seconds after which a lock counts as lost while ``database_url`` leads to another server; None: never.
+    failover_timeout: float | None = 60.0

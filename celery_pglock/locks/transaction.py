@@ -18,7 +18,7 @@ import psycopg
 
 from .errors import LockError, LockUnavailable
 from .hold import Hold
-from .holders import Expression, holder_query, matches
+from .holders import Expression, Holder, holder_query, matches, read_holder
 from .interrupt import Interrupt
 from .keys import LockId
 from .line import RESET, Line, ask_once, keep_warm, warm_line
@@ -176,8 +176,8 @@ class Transaction:
         """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then."""
         return Interrupt(hold, self._line.running if self._line is not None else set())
 
-    def holder_of(self, id: LockId, *, kindred: bool = False) -> str | None:
-        """Tell in words who holds an id at this moment; None if nobody does, or nobody could be asked.
+    def holder_of(self, id: LockId, *, kindred: bool = False) -> Holder | None:
+        """Tell who holds an id at this moment; None if nobody does, or nobody could be asked.
 
         With ``kindred`` any other id with the same first half.
         """
@@ -185,7 +185,7 @@ class Transaction:
             holder = ask_once(self._settings, "SELECT " + written_out(*holder_query(id, kindred=kindred)))
         except LockError:
             return None
-        return None if holder is None else holder.decode(errors="replace")
+        return read_holder(holder)
 
     def _ask(self, asked: Acquire, question: Expression) -> None:
         line = warm_line(self._settings)

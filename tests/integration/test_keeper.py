@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable
 
 import psycopg
@@ -14,9 +15,13 @@ from celery_pglock import LockId, LockLost, LockUnavailable
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper
 from celery_pglock.locks.keys import id_of
+from celery_pglock.locks.line import close_warm
 from celery_pglock.locks.process import name_this_process
-from celery_pglock.locks.session import Answer
+from celery_pglock.locks.requests import Answer
+from celery_pglock.locks.settings import Settings
+from celery_pglock.locks.transaction import Transaction
 from integration.judge import Judge, eventually
+from localservers import PostgreSQL
 
 ID = LockId(-42)
 EXECUTION = LockId(7)
@@ -145,6 +150,49 @@ def test_application_name_says_whose_session_it_is(
     assert row[0].startswith("pglock celery@hosthost")
     assert row[0].endswith(f" {os.getpid()}")
     keeper.release(hold)
+
+
+@pytest.mark.parametrize("scope", ["session", "transaction"])
+def test_holder_is_told_with_how_long_he_has_it_at_least(
+    new_keeper: Callable[..., Keeper], dsn: str, scope: str
+) -> None:
+    """A question for signs of life in between does not make the hold look young."""
+    settings = Settings(dsn, loss_timeout=3.0)
+    keeper = new_keeper(dsn, loss_timeout=3.0)
+    holder: Keeper | Transaction = keeper if scope == "session" else Transaction(settings)
+    hold = Hold(ID)
+    began = time.monotonic()
+    assert holder.acquire(hold).answer is Answer.GRANTED
+    for asker in (new_keeper(), Transaction(settings)):
+        time.sleep(1.6)
+        assert asker.acquire(Hold(ID)).answer is Answer.CONFLICT
+        found = asker.holder_of(ID)
+        assert found is not None
+        assert str(os.getpid()) in found.words
+        took = time.monotonic() - began
+        # A sign of life is as old as it says, to the second.
+        assert took - 0.7 <= found.held_for <= took + 0.5
+    holder.release(hold)
+    close_warm()
+
+
+def test_holder_whose_statements_are_hidden_is_told_without_an_age(
+    new_keeper: Callable[..., Keeper], postgres: PostgreSQL, dbname: str
+) -> None:
+    """A role sees the statements of its own sessions alone."""
+    keeper = new_keeper()
+    hold = acquired(keeper)
+    name = f"user_{uuid.uuid4().hex[:12]}"
+    postgres.execute(f"CREATE ROLE {name} LOGIN")
+    other = new_keeper(postgres.url(dbname, name))
+    assert other.acquire(Hold(ID)).answer is Answer.CONFLICT
+    found = other.holder_of(ID)
+    assert found is not None
+    assert str(os.getpid()) in found.words
+    assert found.held_for is None
+    keeper.release(hold)
+    other.close()
+    postgres.execute(f"DROP ROLE {name}")
 
 
 # The identity of an execution.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -85,6 +86,12 @@ def test_disabled_means_no_settings_and_no_database() -> None:
         ("pglock_namespace", 5),
         ("pglock_enabled", "no"),
         ("pglock_session_pooler", "no"),
+        ("pglock_loss_timeout", None),
+        ("pglock_loss_timeout", 2.9),
+        ("pglock_freeze_timeout", "10"),
+        ("pglock_failover_timeout", 0),
+        ("pglock_failover_timeout", float("inf")),
+        ("pglock_failover_timeout", True),
     ],
 )
 def test_a_bad_setting_is_refused(setting: str, value: Any) -> None:
@@ -97,6 +104,18 @@ def test_the_namespace_is_part_of_every_name() -> None:
     """Two apps with the same task names can share a database."""
     assert settings_of(app_with(pglock_database_url="")).namespace == "celery"
     assert settings_of(app_with(pglock_database_url="", pglock_namespace="prod")).namespace == "prod"
+
+
+def test_bounds_are_seconds_or_a_timedelta_and_some_may_be_left_out() -> None:
+    """None switches off what is looked for at a price."""
+    settings = settings_of(app_with(pglock_database_url=""))
+    assert (settings.loss_timeout, settings.freeze_timeout, settings.failover_timeout) == (10.0, None, 60.0)
+    settings = settings_of(
+        app_with(
+            pglock_database_url="", pglock_freeze_timeout=timedelta(minutes=1), pglock_failover_timeout=None
+        )
+    )
+    assert (settings.freeze_timeout, settings.failover_timeout) == (60.0, None)
 
 
 # Never a URL, a password.
