@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from datetime import timedelta
 
 from celery import Celery, current_app
 
 from .config import read_settings, settings_of
+from .durations import seconds_of
 from .locks.advisory import AdvisoryLock
 from .locks.hold import Hold
 from .locks.keys import LockId, full_name, id_of
@@ -109,15 +109,10 @@ def check_options(mode: str, limit: int, scope: str, min_hold: float | timedelta
 
 def seconds(argument: str, value: float | timedelta | None) -> float | None:
     """Read an argument in seconds, None for ever. Raises `TypeError` or `ValueError`."""
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{argument}: seconds or a timedelta, not {value!r}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{argument}: seconds >= 0, not {value!r}")
-    return float(value)
+    try:
+        return None if value is None else seconds_of(value)
+    except (TypeError, ValueError) as exc:
+        raise type(exc)(f"{argument}: {exc}") from None
 
 
 def interval(argument: str, value: float | timedelta) -> float:

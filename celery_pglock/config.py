@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from celery import Celery
 from celery.exceptions import ImproperlyConfigured
 
+from .durations import seconds_of
 from .locks.settings import Settings
 
 __all__ = ["BeatSettings", "beat_settings_of", "fix_settings", "forget_settings", "ledger_of", "settings_of"]
@@ -107,11 +106,12 @@ def flag(app: Celery, setting: str, *, default: bool) -> bool:
 def seconds(app: Celery, setting: str, default: float, *, least: float) -> float:
     """Read a setting in seconds; a timedelta will do."""
     value = app.conf.get(setting, default)
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
-        raise ImproperlyConfigured(f"{setting}: seconds >= {least:g}, or a timedelta, not {value!r}")
-    return float(value)
+    try:
+        return seconds_of(value, least=least)
+    except (TypeError, ValueError):
+        raise ImproperlyConfigured(
+            f"{setting}: seconds >= {least:g}, or a timedelta, not {value!r}"
+        ) from None
 
 
 def seconds_or_none(app: Celery, setting: str, default: float | None, *, least: float) -> float | None:

@@ -13,6 +13,7 @@ from typing import Any
 from celery import Task
 from celery.exceptions import ImproperlyConfigured
 
+from .durations import seconds_of
 from .locks import keys
 from .locks.errors import LockKeyError
 
@@ -216,13 +217,10 @@ class Option:
 
     def seconds(self, name: str) -> float | None:
         value = self.value(name)
-        if isinstance(value, timedelta):
-            value = value.total_seconds()
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise self.refuse(name, f"seconds >= 0, a timedelta, or None for ever, not {value!r}")
-        return float(value)
+        try:
+            return None if value is None else seconds_of(value)
+        except (TypeError, ValueError):
+            raise self.refuse(name, f"seconds >= 0, a timedelta, or None for ever, not {value!r}") from None
 
     def bounded_seconds(self, name: str) -> float:
         value = self.seconds(name)
