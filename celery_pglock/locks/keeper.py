@@ -13,7 +13,6 @@ first use, replaces a broken one, and never hands it out. Facts that shaped it:
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import os
 import threading
@@ -27,14 +26,14 @@ from .holders import Holder
 from .interrupt import INTERRUPT_EVERY, Interrupt
 from .keys import LockId
 from .line import close_warm, disown_all
+from .liveness import Liveness
 from .owner import Owner
-from .probe import leads_elsewhere, prove_exclusion
+from .probe import prove_exclusion
 from .process import application_name, serves_one_at_a_time
 from .requests import (
     Acquire,
     Answer,
     FindHolder,
-    Ping,
     Release,
     Request,
     Statement,
@@ -70,15 +69,13 @@ class Keeper:
         """
         self._settings = settings
         self._shared = shared
-        self._pings = pings
         self._session: Session | None = None
         #: One statement at a time. It knows who is inside of one.
         self._statement: Any = threading.RLock()
         self._owner = Owner(self._answer)
+        self._liveness = Liveness(settings, self._owner.post, pings=pings)
         self._watch = Watch(self._on_end, self._on_pause)
         self._running: set[Interrupt] = set()
-        #: Whether the sign of life that was asked for last has come: a second question would come no further.
-        self._pinged: threading.Lock | None = None
         #: When owed unlocks have waited long enough.
         self._pay_at: float | None = None
         #: Holds whose bodies are over, and that stay taken until their time is up.
@@ -216,7 +213,8 @@ class Keeper:
         self._watch.disown()
         self._running.clear()
         self._lingering.clear()
-        self._pinged = self._pay_at = None
+        self._liveness.disown()
+        self._pay_at = None
 
     # Questions and answers.
 
@@ -349,9 +347,9 @@ class Keeper:
             pauses.append(self._pay_at - now)
         elif self._pay_at is not None:
             self._pay_at = None
-            self._ask_for_a_sign()
+            self._liveness.ask()
         if session is not None:
-            pauses += self._keep_alive(session) + self._locate(session)
+            pauses += self._liveness.look_at(session)
         if any(interrupt.due for interrupt in list(self._running)):
             for interrupt in list(self._running):
                 interrupt.stop()
@@ -369,59 +367,6 @@ class Keeper:
         if entries and not self._lingering and not self._shared:
             self.retire()
         return [until - now for until, _ in entries if until > now]
-
-    def _keep_alive(self, session: Session) -> list[float]:
-        """Ask a session for a sign of life where its silence would mean something.
-
-        The server ends it after ``freeze_timeout`` without a question; on a network its silence is a loss.
-        """
-        bounds = [self._settings.freeze_timeout] if self._settings.freeze_timeout is not None else []
-        if session.remote:
-            self._look_for_silence(session)
-            bounds += [self._settings.loss_timeout] if session.holds_something else []
-        if self._pings and bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for:
-            self._ask_for_a_sign()
-        pauses = [bound / 12 for bound in bounds]
-        return [*pauses, self._settings.loss_timeout / 3] if session.remote else pauses
-
-    def _ask_for_a_sign(self) -> None:
-        if self._pinged is None or not self._pinged.locked():
-            self._pinged = self._owner.post(Ping())
-
-    def _look_for_silence(self, session: Session) -> None:
-        """Give a session up when no answer comes.
-
-        A third of the bound passes until the question, one until it counts as unanswered and the bodies
-        are stopped, and one until the connection is cut, which may free the name at once.
-        """
-        third = self._settings.loss_timeout / 3
-        if session.given_up_at is not None:
-            if time.monotonic() - session.given_up_at > third:
-                session.cut()
-        elif session.silent_for > third and not session.has_an_answer():
-            session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
-
-    def _locate(self, session: Session) -> list[float]:
-        """See now and then whether the URL still leads to the server of a session that is in use.
-
-        A server that was replaced may go on to answer, with locks that nobody else asks for. Seen from a new
-        connection, and aside: to connect may take its time.
-        """
-        timeout = self._settings.failover_timeout
-        if timeout is None or session.given_up_at is not None:
-            return []
-        left = session.located_at + timeout / 2 - time.monotonic()
-        if left > 0:
-            return [left]
-        if session.used_since_located:
-            _thread.start_new_thread(self._look_for_a_failover, (session,))
-        session.located_at = time.monotonic()
-        return [timeout / 2]
-
-    def _look_for_a_failover(self, session: Session) -> None:
-        if leads_elsewhere(self._settings, session.server):
-            session.give_up("pglock_database_url leads to another server by now")
-            session.cut()
 
 
 # All keepers of this process.

@@ -1,0 +1,97 @@
+"""Notices that a session is no good although its connection stands: a silent network, a replaced server.
+
+The end of a connection shows by itself, see `watch`. For these two somebody has to ask, now and then.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Callable
+
+from .probe import leads_elsewhere
+from .requests import Ping, Request
+from .session import Session
+from .settings import Settings
+
+__all__ = ["Liveness"]
+
+
+class Liveness:
+    """Asks one session after the other, and gives up what is no good: its holds count as lost then."""
+
+    def __init__(
+        self, settings: Settings, post: Callable[[Request], threading.Lock], *, pings: bool = True
+    ) -> None:
+        """``post`` leaves a request to who talks to the session, see `Owner.post`.
+
+        Without ``pings`` it asks for no sign of life, and only sees that others wait for an answer.
+        """
+        self._settings = settings
+        self._post = post
+        self._pings = pings
+        #: Whether the sign of life that was asked for last has come: a second question would come no further.
+        self._asked: threading.Lock | None = None
+
+    def look_at(self, session: Session) -> list[float]:
+        """Do what is due for a session, and return the seconds until more may be."""
+        return self._keep_alive(session) + self._locate(session)
+
+    def ask(self) -> None:
+        """Ask for a sign of life, unless one is asked for already."""
+        if self._asked is None or not self._asked.locked():
+            self._asked = self._post(Ping())
+
+    def disown(self) -> None:
+        """Begin anew in a forked child, where nobody answers what was asked."""
+        self._asked = None
+
+    def _keep_alive(self, session: Session) -> list[float]:
+        """Ask a session for a sign of life where its silence would mean something.
+
+        The server ends it after ``freeze_timeout`` without a question; on a network its silence is a loss.
+        """
+        bounds = [self._settings.freeze_timeout] if self._settings.freeze_timeout is not None else []
+        if session.remote:
+            self._look_for_silence(session)
+            bounds += [self._settings.loss_timeout] if session.holds_something else []
+        if self._pings and bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for:
+            self.ask()
+        pauses = [bound / 12 for bound in bounds]
+        return [*pauses, self._settings.loss_timeout / 3] if session.remote else pauses
+
+    def _look_for_silence(self, session: Session) -> None:
+        """Give a session up when no answer comes.
+
+        A third of the bound passes until the question, one until it counts as unanswered and the bodies
+        are stopped, and one until the connection is cut, which may free the name at once.
+        """
+        third = self._settings.loss_timeout / 3
+        if session.given_up_at is not None:
+            if time.monotonic() - session.given_up_at > third:
+                session.cut()
+        elif session.silent_for > third and not session.has_an_answer():
+            session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
+
+    def _locate(self, session: Session) -> list[float]:
+        """See now and then whether the URL still leads to the server of a session that is in use.
+
+        A server that was replaced may go on to answer, with locks that nobody else asks for. Seen from a new
+        connection, and aside: to connect may take its time.
+        """
+        timeout = self._settings.failover_timeout
+        if timeout is None or session.given_up_at is not None:
+            return []
+        left = session.located_at + timeout / 2 - time.monotonic()
+        if left > 0:
+            return [left]
+        if session.used_since_located:
+            _thread.start_new_thread(self._look_for_a_failover, (session,))
+        session.located_at = time.monotonic()
+        return [timeout / 2]
+
+    def _look_for_a_failover(self, session: Session) -> None:
+        if leads_elsewhere(self._settings, session.server):
+            session.give_up("pglock_database_url leads to another server by now")
+            session.cut()
