@@ -20,9 +20,10 @@ Facts that shaped it:
   that follows unwinds the tick, and the service closes the scheduler again.
 
 Guaranteed: no entry is sent without a lock that PostgreSQL confirmed just before; what falls due is sent at
-least once, whoever dies, and once but for one case: a leader who dies between the broker's answer and its own
-next statement leaves a slot that is sent again, with the same `pglock_slot`. With a ledger locked tasks run
-it once.
+least once, whoever dies, and once but for one case: a leader who dies in the middle of a send, between the
+broker's having it and its own next statement, leaves a slot that is sent again, with the same `pglock_slot`.
+With a ledger locked tasks run it once. A leader that only loses its lock there says late what it has sent:
+with a ledger the next one waits for that, without one it is in time where nobody leads yet.
 
 Not guaranteed: without a ledger, what all beats slept through is known only as far as the inner scheduler
 stores it, and a beat that lost its connection misses what is told meanwhile. A message that the broker

@@ -8,6 +8,11 @@ of these three, and of nothing else:
 - ``reserve``: it goes on after its slot, and not after now. So it does not drift, and what was late is sent
   slot by slot.
 - ``apply_async``: the message says which slot it is, and is not published any more when the lock is lost.
+
+The lock may be lost while a message is on its way: the broker may have it, and its answer is still to come.
+So a publish is left alone for `GRACE` seconds. If it ends in them, the slot was sent, and is recorded late,
+on a new session. And the next leader does not send at once what another had begun to send: it asks again when
+the first `IN_DOUBT_FOR` seconds of its term are over.
 """
 
 from __future__ import annotations
@@ -41,6 +46,14 @@ logger = logging.getLogger(__name__)
 #: Seconds between two cleanings of the ledger.
 CLEAN_EVERY = 3600.0
 
+#: Seconds for which a publish may go on when its lock is lost. A broker that is well answers in less, and for
+#: one that hangs nobody need wait longer.
+GRACE = 0.5
+
+#: Seconds of a term in which another may still record what it had begun to send: its grace, and as much to
+#: notice the loss, to connect and to write.
+IN_DOUBT_FOR = 2 * GRACE
+
 INSTANT = timedelta(microseconds=1)
 
 
@@ -70,6 +83,7 @@ class Term:
         #: What the broker has and the ledger has not.
         self._unrecorded: dict[str, datetime] = {}
         self._clean_at = 0.0
+        self._in_doubt_until = time.monotonic() + IN_DOUBT_FOR
         self._its_is_due, self._its_reserve = inner.is_due, inner.reserve
         self._its_apply_async = inner.apply_async
         vars(inner).update(is_due=self._is_due, reserve=self._reserve, apply_async=self._apply_async)
@@ -155,6 +169,10 @@ class Term:
         # Not to be told as sent, even if it can't be sent now: a tick need not come by here again.
         self._next[entry.name] = slot
         try:
+            doubt = self._in_doubt_for(entry, slot)
+            if doubt:
+                self.behind = True
+                return schedstate(False, doubt)
             if self._was_sent(entry, slot):
                 return self._goes_on_after(entry, slot)
         except LockError as exc:
@@ -178,6 +196,12 @@ class Term:
         vars(self.inner)["_heap"] = None
         return schedstate(False, 0)
 
+    def _in_doubt_for(self, entry: Any, slot: datetime) -> float:
+        """Return the seconds for which the leader before may still say that it has sent a slot."""
+        left = self._in_doubt_until - time.monotonic()
+        in_doubt = self._ledger is not None and left > 0 and self._ledger.is_in_doubt(entry.name, slot)
+        return left if in_doubt else 0.0
+
     def _was_sent(self, entry: Any, slot: datetime) -> bool:
         """Ask PostgreSQL, and so whether this beat still leads."""
         if self._ledger is None:
@@ -193,7 +217,7 @@ class Term:
         return advanced
 
     def _apply_async(self, entry: Any, producer: Any = None, advance: bool = True, **options: Any) -> Any:
-        """Publish an entry with its slot. The publishing is interrupted when the lock is lost."""
+        """Publish an entry with its slot. A publishing that hangs is interrupted when the lock is lost."""
         # A scheduler with a tick of its own may not have asked.
         if entry.name not in self._granted and not self._is_due(entry).is_due:
             return None
@@ -202,12 +226,14 @@ class Term:
         slot = self._granted.pop(entry.name)
         with signals_put_off():
             try:
-                with self._candidate.interruptible():
+                with self._candidate.interruptible(GRACE):
                     result = self._its_apply_async(
                         with_slot(entry, slot, self._ledger), producer=producer, advance=False, **options
                     )
             except LockLost:
                 logger.warning("entry %r: its publishing was stopped, since the lock was lost", entry.name)
+                # A tick of the scheduler's own may go on, and must not end as one that has sent all.
+                self.behind = True
                 return None
             words = self._progress.sent(entry.name, slot)
             if self._ledger is not None:
@@ -227,13 +253,15 @@ class Term:
             del self._unrecorded[name]
 
     def record_late(self) -> None:
-        """Record what could not be recorded in time, on a later session.
+        """Record what could not be recorded in time, on a later session, or tell it where there is no ledger.
 
         Where a restart of PostgreSQL has ended all sessions, nobody leads before a poll has passed.
         """
+        if self._ledger is None:
+            self._candidate.tell_late(str(self._progress))
+            return
         for name, slot in list(self._unrecorded.items()):
-            if self._ledger is not None:
-                self._record(self._ledger, name, slot)
+            self._record(self._ledger, name, slot)
 
 
 @contextmanager

@@ -140,6 +140,13 @@ class Candidate:
             self._notify(note)
         return self.leads
 
+    def tell_late(self, note: str) -> None:
+        """Tell the others how far one has come who leads no longer.
+
+        They hear it if they listen by now, before or after one of them gets the lock.
+        """
+        self._notify(note)
+
     def _notify(self, note: str) -> None:
         if self._channel is None:
             return
@@ -154,11 +161,14 @@ class Candidate:
         if self._keeper is not None:
             self._keeper.run(statement)
 
-    def interruptible(self) -> AbstractContextManager[None]:
-        """What a piece of work runs in that is stopped by `LockLost` if the lock is lost meanwhile."""
+    def interruptible(self, grace: float) -> AbstractContextManager[None]:
+        """What a piece of work runs in that is stopped by `LockLost` if the lock is lost meanwhile.
+
+        What ends within ``grace`` seconds of the loss is not stopped. Nothing begins without the lock.
+        """
         if self._keeper is None or self.term is None:
             return nullcontext()
-        return self._keeper.interrupt_for(self.term)
+        return self._keeper.interrupt_for(self.term, grace=grace)
 
     def resign(self) -> None:
         """Give the lock back, so that another can lead at once."""

@@ -41,14 +41,18 @@ class LockInterrupt(BaseException):
 class Interrupt:
     """Arms the running code for as long as the block lasts: when its hold is lost it can be stopped.
 
-    While armed it is a member of ``register``, where the watch finds it.
+    While armed it is a member of ``register``, where the watch finds it. When its loss is found it
+    is left alone for ``grace`` seconds: what ends in them ends as if nothing had happened.
     """
 
-    def __init__(self, hold: Hold, register: set[Interrupt]) -> None:
+    def __init__(self, hold: Hold, register: set[Interrupt], *, grace: float = 0.0) -> None:
         self.hold = hold
         self._register = register
+        self._grace = grace
         self._armed = False
-        self._stop_again_at = 0.0
+        #: When it is to be stopped next, once its loss was found.
+        self._stop_at: float | None = None
+        self._thrown = False
         self._guard = threading.Lock()
         self._throw, self._recall = way_into_this_code()
 
@@ -76,7 +80,7 @@ class Interrupt:
                 with self._guard:
                     self._armed = False
                     # Not what others may have sent: only what was thrown.
-                    if self._stop_again_at:
+                    if self._thrown:
                         self._recall()
             except LockInterrupt:  # noqa: PERF203 - thrown into this very loop
                 interrupted = True
@@ -87,11 +91,17 @@ class Interrupt:
     def stop(self) -> None:
         """Throw `LockInterrupt` into the code, if it still runs and its lock is lost.
 
-        Not again before it had time to tidy up.
+        Not before its grace is over, and not again before it had time to tidy up.
         """
         with self._guard:
-            if self.due and time.monotonic() >= self._stop_again_at:
-                self._stop_again_at = time.monotonic() + INTERRUPT_EVERY
+            if not self.due:
+                return
+            now = time.monotonic()
+            if self._stop_at is None:
+                self._stop_at = now + self._grace
+            if now >= self._stop_at:
+                self._stop_at = now + INTERRUPT_EVERY
+                self._thrown = True
                 self._throw(self)
 
     @property

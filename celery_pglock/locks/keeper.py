@@ -83,9 +83,12 @@ class Keeper:
         if not shared:
             _alone.add(self)
 
-    def interrupt_for(self, hold: Hold) -> Interrupt:
-        """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then."""
-        return Interrupt(hold, self._running)
+    def interrupt_for(self, hold: Hold, *, grace: float = 0.0) -> Interrupt:
+        """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then.
+
+        What ends within ``grace`` seconds of the loss is not stopped, and goes on as if nothing had happened.
+        """
+        return Interrupt(hold, self._running, grace=grace)
 
     def acquire(self, hold: Hold, identity: Hold | None = None) -> Acquire:
         """Try to acquire a hold, once and without waiting. The answer stands on what is returned.

@@ -2,8 +2,9 @@
 
 A row is one slot, ``(schedule, entry, due)``. The leader writes it before it sends, on the connection that
 holds its lock: if it still leads afterwards, it did so meanwhile. It marks the row when the message is
-out; a row that is not marked belongs to a leader who died in between, and its successor sends it again. The
-first message of a slot that reaches a worker puts its id into the row, and every other one is dropped.
+out. A row that is not marked belongs to a leader who lost its lock or died in between: the former marks it
+in a moment, and for the latter its successor sends the slot again. The first message of a slot that reaches
+a worker puts its id into the row, and every other one is dropped.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ CLAIM = """
 INSERT INTO {table} (schedule, entry, due) VALUES ({schedule}, {entry}, {due})
 ON CONFLICT (schedule, entry, due) DO UPDATE SET due = excluded.due WHERE {table}.sent_at IS NULL
 RETURNING true
+"""
+
+IN_DOUBT = """
+SELECT true FROM {table}
+WHERE (schedule, entry, due) = ({schedule}, {entry}, {due}) AND sent_at IS NULL
 """
 
 RECORD = """
@@ -90,6 +96,10 @@ class Ledger:
     def claim(self, entry: str, due: datetime) -> bool:
         """Tell whether a slot is still to be sent, and write down that it is about to be."""
         return bool(self._ask(CLAIM, entry=as_sql(entry), due=as_sql(due)))
+
+    def is_in_doubt(self, entry: str, due: datetime) -> bool:
+        """Tell whether a leader wrote down that a slot is about to be sent, and not that it was."""
+        return bool(self._ask(IN_DOUBT, entry=as_sql(entry), due=as_sql(due)))
 
     def record(self, entry: str, due: datetime) -> None:
         """Write down that a slot was sent."""

@@ -408,3 +408,56 @@ def test_a_leader_whose_publishing_hangs_loses_its_lock(make_beats: BeatsMaker, 
         # What lay in the network when it stood still: nobody can call it back.
         assert sum(count - 1 for count in sent.values()) <= 1
         assert max(sent.values()) <= 2
+
+
+def end_leader(observer: psycopg.Connection) -> None:
+    """Let PostgreSQL end the session that holds the lock, whosesoever it is."""
+    observer.execute(
+        "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks JOIN pg_database ON database = pg_database.oid"
+        " WHERE locktype = 'advisory' AND datname = current_database()"
+    )
+
+
+def test_with_a_ledger_what_the_broker_had_when_the_lock_was_lost_is_sent_once(
+    make_beats: BeatsMaker, redis: Redis, observer: psycopg.Connection
+) -> None:
+    """Its answer is still on the way to the leader, and another leads before it comes."""
+    beats = make_beats(**LEDGER, every=timedelta(seconds=1), pglock_beat_poll=0.1)
+    beats.conf["beat_schedule"] = beats.entries("a")
+    with Proxy(redis.port) as proxy:
+        beats.pair(broker_url=beats.broker.replace(f":{redis.port}", f":{proxy.port}"))
+        beats.reader.wait(2)
+        proxy.delay(0.12)
+        for _ in range(4):
+            beats.reader.wait(1, since=time.time())
+            end_leader(observer)
+            beats.reader.wait(2, since=time.time())
+        assert not beats.missing()
+        assert set(counts(beats.reader.sends).values()) == {1}
+        assert not any("its publishing was stopped" in beat.text() for beat in beats.beats)
+
+
+def test_a_publish_that_hangs_is_stopped_a_moment_after_the_lock_was_lost(
+    make_beats: BeatsMaker, redis: Redis, observer: psycopg.Connection
+) -> None:
+    beats = make_beats(**LEDGER)
+    with Proxy(redis.port) as proxy:
+        first = beats.start_leader(broker_url=beats.broker.replace(f":{redis.port}", f":{proxy.port}"))
+        second = beats.start_follower()
+        beats.wait_between_slots()
+        proxy.stall()
+        time.sleep(3 * beats.every.total_seconds())  # the next slot's publish hangs
+        end(observer, first)
+        ended = time.time()
+        beats.wait_logged(first, "its publishing was stopped, since", 5)
+        assert 0.4 < time.time() - ended < 1.5
+        first.wait_following()
+        assert second.leads()
+        beats.reader.wait(12, since=ended)
+        assert not beats.missing()
+        proxy.resume()
+        beats.reader.wait(6, since=time.time())
+        sent = counts(beats.reader.sends)
+        # What lay in the network when it stood still.
+        assert sum(count - 1 for count in sent.values()) <= 1
+        assert max(sent.values()) <= 2

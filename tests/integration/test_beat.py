@@ -555,6 +555,98 @@ def test_what_was_sent_before_a_restart_of_the_server_is_recorded_late(
     assert max(Counter(sent).values()) == (1 if late else 2)
 
 
+@pytest.mark.parametrize("patient", [True, False], ids=["patient", "control"])
+def test_the_next_leader_lets_the_one_before_record_what_it_had_begun_to_send(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    sent: list[datetime],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    patient: bool,
+) -> None:
+    """A slot that is written down as begun is not sent at once. What nobody records is sent in the end."""
+    if not patient:
+        monkeypatch.setattr(term_module, "IN_DOUBT_FOR", 0.0)
+    leader, follower = (new_beat(pglock_beat_ledger="ledger") for _ in "ab")
+    lead(leader)
+    follower.tick()
+    run(leader, 1.2)
+    record = Ledger.record
+
+    def lose_and_record(self: Ledger, *slot: Any) -> None:
+        monkeypatch.setattr(Ledger, "record", record)
+        judge.end(judge.locks()[0][1])
+        lead(follower)
+        run(follower, 0.5)
+        record(self, *slot)
+
+    monkeypatch.setattr(Ledger, "record", lose_and_record)
+    while "leads" in repr(leader):
+        time.sleep(max(0.0, leader.tick()))
+    run(follower, 1.5)
+    assert max(Counter(sent).values()) == (1 if patient else 2)
+    assert {after - before for before, after in pairwise(sorted(set(sent)))} == {SECOND}
+    observer.execute("DROP TABLE ledger")
+
+
+def test_what_a_leader_had_begun_to_send_when_it_died_is_sent_by_the_next(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    sent: list[datetime],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody records it: it is in doubt for a moment only."""
+    send = Noting.apply_async
+
+    def send_once_and_die(self: Noting, entry: Any, **options: Any) -> None:
+        if sent:
+            monkeypatch.setattr(Noting, "apply_async", send)
+            judge.end(judge.locks()[0][1])
+            raise SystemExit
+        send(self, entry, **options)
+
+    monkeypatch.setattr(Noting, "apply_async", send_once_and_die)
+    leader, follower = (new_beat(pglock_beat_ledger="ledger") for _ in "ab")
+    lead(leader)
+    with pytest.raises(SystemExit):
+        run(leader, 4)
+    lead(follower)
+    run(follower, 2.5)
+    assert set(Counter(sent).values()) == {1}
+    assert {after - before for before, after in pairwise(sent)} == {SECOND}
+    observer.execute("DROP TABLE ledger")
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["told", "control"])
+def test_what_was_sent_before_the_lock_was_lost_is_told_late(
+    new_beat: Callable[..., ElectedScheduler],
+    sent: list[datetime],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
+) -> None:
+    """Without a ledger, too: whoever listens has it."""
+    if not late:
+        monkeypatch.setattr(Candidate, "tell_late", lambda *_: None)
+    send = Noting.apply_async
+
+    def send_and_lose(self: Noting, entry: Any, **options: Any) -> None:
+        monkeypatch.setattr(Noting, "apply_async", send)
+        send(self, entry, **options)
+        judge.end(judge.locks()[0][1])
+
+    monkeypatch.setattr(Noting, "apply_async", send_and_lose)
+    leader, follower = new_beat(), new_beat()
+    lead(leader)
+    follower.tick()
+    while "leads" in repr(leader):
+        time.sleep(max(0.0, leader.tick()))
+    lead(follower)
+    run(follower, 1.2)
+    assert max(Counter(sent).values()) == (1 if late else 2)
+
+
 def test_who_resigned_is_news_once(
     new_beat: Callable[..., ElectedScheduler], own_postgres: PostgreSQL, sent: list[datetime]
 ) -> None:
