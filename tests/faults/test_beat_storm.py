@@ -205,11 +205,13 @@ def report(storm: Storm, kinds: list[str]) -> None:
     sent = counts(storm.beats.reader.sends)
     twice = [count for count in sent.values() if count > 1]
     left_out = len(storm.beats.missing())
-    struck = [fault.kind for slot in sent_twice(storm.beats.reader.sends) for fault in storm.faults
-              if fault.explains(slot)]  # fmt: skip
     print(f"\n{len(kinds)} faults, {len(sent)} slots, {left_out} left out,"
-          f" {len(twice)} more than once, at most {max(sent.values())} times,"
-          f" struck in the middle: {struck}")  # fmt: skip
+          f" {len(twice)} more than once, at most {max(sent.values())} times")  # fmt: skip
+    for sends in sent_twice(storm.beats.reader.sends):
+        came = [f"{send.arrived:.3f} {send.headers['origin']}" for send in sends]
+        struck = [f"{fault.kind} {fault.struck:.3f} {fault.sender}" for fault in storm.faults
+                  if fault.explains(sends)]  # fmt: skip
+        print(f"  {sends[0].entry} {sends[0].due} came {came}, struck in the middle: {struck}")
     for kind, seconds in sorted(storm.takeovers.items()):
         print(f"  {kind}: {len(seconds)} takeovers, median {statistics.median(seconds):.2f} s,"
               f" maximum {max(seconds):.2f} s")  # fmt: skip
