@@ -20,6 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -169,11 +170,16 @@ handler = Handler()
 def way_into_thread(ident: int) -> tuple[Throw, Recall]:
     set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
-    def throw(_: Interrupt) -> None:
+    def throw(_: Interrupt | None = None) -> None:
         set_exception(ctypes.c_ulong(ident), ctypes.py_object(LockInterrupt))
 
     def recall() -> None:
-        set_exception(ctypes.c_ulong(ident), None)
+        # One under way is replaced by one that arrives here. Were it taken back, CPython 3.11 would look for
+        # it for ever, and not get past the first line of a function that somebody traces.
+        with suppress(LockInterrupt):
+            throw()
+            while True:
+                pass
 
     return throw, recall
 

@@ -13,6 +13,7 @@ import gc
 import linecache
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -340,7 +341,11 @@ class Worker(threading.Thread):
     def disarm(self) -> None:
         with self.guard:
             self.armed = False
-            set_async_exception(self, None)
+            # Taken back, CPython 3.11 would look for it for ever, and no traced function would ever begin.
+            with contextlib.suppress(Interrupted):
+                set_async_exception(self, Interrupted)
+                while True:
+                    pass
 
     def interrupt(self) -> None:
         """Once for each call: nothing is on its way when the call has met it."""
@@ -350,9 +355,40 @@ class Worker(threading.Thread):
                 set_async_exception(self, Interrupted)
 
 
-def set_async_exception(thread: threading.Thread, error: type[BaseException] | None) -> None:
-    argument = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), argument)
+def set_async_exception(thread: threading.Thread, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
+
+
+TRACED = """
+import faulthandler, sys, threading
+from celery_pglock import LockId, LockLost
+from celery_pglock.locks.hold import Hold
+from celery_pglock.locks.interrupt import Interrupt
+
+def body():
+    hold = Hold(LockId(1))
+    hold._granted(0)
+    interrupt = Interrupt(hold, set())
+    try:
+        with interrupt:
+            hold._lost("it was")
+            interrupt.stop()
+    except LockLost:
+        print("lost")
+
+thread = threading.Thread(target=body)
+thread.start()
+thread.join()
+faulthandler.dump_traceback_later(5, exit=True)
+sys.settrace(lambda *_: None)
+(lambda: print("traced"))()
+"""
+
+
+def test_a_loss_on_a_thread_leaves_the_process_traceable() -> None:
+    """Where CPython 3.11 looks for an exception that was taken back, a debugger's trace never ends."""
+    ended = subprocess.run([sys.executable, "-c", TRACED], capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == ["lost", "traced"], ended.stderr
 
 
 def stacks() -> str:
