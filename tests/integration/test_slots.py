@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from celery_pglock import LockId, LockNotAcquired, advisory_lock
 from celery_pglock.locks import probe
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, close_all
-from celery_pglock.locks.keys import id_of
 from celery_pglock.locks.requests import Acquire, Answer
 from celery_pglock.locks.settings import Settings
 from integration.judge import Judge, eventually
@@ -292,17 +290,8 @@ def test_each_execution_in_a_batch_has_a_slot_of_its_own(keeper: Keeper, judge: 
         keeper.release(hold)
 
 
-def test_free_slots_cost_what_one_costs(keeper: Keeper, way: str) -> None:
-    """The first free one is found without a look at the others."""
-    medians: dict[int, float] = {}
-    for limit in (1, 10, 100):
-        took = []
-        for _ in range(200):
-            since = time.perf_counter()
-            hold = granted(keeper, limit, id_of(f"limit of {limit}"))
-            took.append(time.perf_counter() - since)
-            keeper.release(hold)
-        medians[limit] = statistics.median(took) * 1e6
-    print("microseconds to acquire:", {limit: round(median) for limit, median in medians.items()})
-    assert medians[100] < 1.5 * medians[10]
-    assert medians[100] < 4 * medians[1]
+def test_of_free_slots_the_first_is_taken_and_no_other_tried(keeper: Keeper, judge: Judge, way: str) -> None:
+    """One that was tried would be held. What that costs is the benchmarks' to tell."""
+    hold = granted(keeper, 100)
+    assert judge.held() == {ID}
+    keeper.release(hold)
