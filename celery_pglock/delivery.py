@@ -135,8 +135,6 @@ def finished_before(task: AdvisoryLockedTask, request: Context, attempts: Attemp
     Only a persistent result backend knows; without one a redelivered task runs again. Must be asked with
     the execution's identity held: before that, the first may be storing its result right now.
     """
-    if not attempts.redelivered:
-        return False
     backend = task.backend
     if isinstance(backend, DisabledBackend) or not backend.persistent or ignores_result(task, request):
         return False

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .options import LockOptions
     from .task import AdvisoryLockedTask
 
-__all__ = ["Execution", "is_under_way", "kept_back_by", "settle"]
+__all__ = ["Execution", "hold_for", "is_under_way", "kept_back_by", "settle"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +54,18 @@ class Execution:
     def __init__(
         self,
         task: AdvisoryLockedTask,
+        request: Context,
         options: LockOptions,
         settings: Settings,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        hold: Hold,
     ) -> None:
-        """Work out what is locked. Raises `LockKeyError`."""
         self.task = task
-        self.request: Context = task.request
-        self.options = options = options.asked_by(task.name, self.request.headers)
+        self.request = request
+        self.options = options = options.asked_by(task.name, request.headers)
         self.settings = settings
-        self.attempts = Attempts.of(self.request)
+        self.attempts = Attempts.of(request)
         self.scope = Transaction(settings) if options.in_transaction else keeper_for(settings)
-        self.hold = hold_for(options, settings.namespace, args, kwargs)
+        self.hold = hold
         self.identity = self._identity(settings.namespace)
         self._kept_back: deque[Callable[[], Any]] = deque()
         self._has_successor = False
@@ -106,7 +105,9 @@ class Execution:
         if self.is_item or request.is_eager:
             return None
         (task,) = id_of(f"<execution>:{namespace}:{request.id}")
-        message = zlib.crc32(repr(generation(request, self.attempts)).encode())
+        which = generation(request, self.attempts)
+        # Nearly all are the first.
+        message = zlib.crc32(repr(which).encode()) if any(which) else 0
         return Hold(LockId(task ^ message), label="this execution")
 
     @contextmanager
@@ -173,17 +174,8 @@ class Execution:
         asked = self.scope.acquire(self.hold, self.identity)
         if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
             asked = self._wait()
-        if asked.answer in (Answer.GRANTED, Answer.CONFLICT) and self._meets_its_own_kin():
-            asked.answer = Answer.SAME_EXECUTION
-            return asked
-        try:
-            finished = self._was_finished_before(asked.answer)
-        except Exception as exc:  # noqa: BLE001 - any backend, any error: ask again when it is back
-            asked.answer = Answer.UNKNOWN
-            asked.error = LockUnavailable(f"the result backend did not tell whether the task is done: {exc}")
-            return asked
-        if finished:
-            raise Ignore("a second delivery of an execution that is done")
+        if self.attempts.redelivered and asked.answer in (Answer.GRANTED, Answer.CONFLICT):
+            self._look_for_the_first(asked)
         if asked.answer is Answer.GRANTED:
             try:
                 self._end_unless_first_of_its_slot()
@@ -193,11 +185,29 @@ class Execution:
             self._tell_start()
         return asked
 
+    def _look_for_the_first(self, asked: Acquire) -> None:
+        """See what became of the delivery before this one. Raises `Ignore` if it has done the work."""
+        if self.identity is None:
+            return
+        if self._meets_its_own_kin(self.identity):
+            asked.answer = Answer.SAME_EXECUTION
+            return
+        try:
+            finished = finished_before(self.task, self.request, self.attempts)
+        except Exception as exc:  # noqa: BLE001 - any backend, any error: ask again when it is back
+            asked.answer = Answer.UNKNOWN
+            asked.error = LockUnavailable(f"the result backend did not tell whether the task is done: {exc}")
+            return
+        if finished:
+            raise Ignore("a second delivery of an execution that is done")
+
     def _end_unless_first_of_its_slot(self) -> None:
         """Drop a second message of one slot of a beat's schedule. Raises `Ignore`, and `LockError`."""
-        slot = (self.request.headers or {}).get(SLOT_HEADER) or {}
-        table = ledger_of(self.task.app) if "schedule" in slot else None
-        if table is None or self.request.is_eager:
+        slot = (self.request.headers or {}).get(SLOT_HEADER)
+        if not slot or "schedule" not in slot or self.request.is_eager:
+            return
+        table = ledger_of(self.task.app)
+        if table is None:
             return
         ledger = Ledger(table, slot["schedule"], scribe_for(self.settings, "ledger").run)
         if not ledger.run(slot["entry"], slot["due"], self.request.id or ""):
@@ -277,21 +287,13 @@ class Execution:
         self._has_successor = True
         self._kept_back.append(publish)
 
-    def _meets_its_own_kin(self) -> bool:
+    def _meets_its_own_kin(self, identity: Hold) -> bool:
         """Whether a second delivery came late, and another message of its own task is under way.
 
         Asked before the backend is: that one goes when its result is stored. With early acks no message comes
         again that has ever begun.
         """
-        if self.identity is None or not (self.attempts.redelivered and self.task.acks_late):
-            return False
-        return self.scope.holder_of(self.identity.id, kindred=True) is not None
-
-    def _was_finished_before(self, answer: Answer) -> bool:
-        """Whether this is a second delivery of what is done."""
-        if self.identity is None or answer not in (Answer.GRANTED, Answer.CONFLICT):
-            return False
-        return finished_before(self.task, self.request, self.attempts)
+        return self.task.acks_late and self.scope.holder_of(identity.id, kindred=True) is not None
 
     def _tell_start(self) -> None:
         self._started = True
@@ -332,6 +334,7 @@ class Execution:
 
 
 def hold_for(options: LockOptions, namespace: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hold:
+    """Return what one call is to hold. Raises `LockKeyError`."""
     name = options.named(namespace, args, kwargs)
     if isinstance(name, LockId):
         id, text, label = name, None, repr(name)

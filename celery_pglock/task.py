@@ -11,7 +11,7 @@ from celery.exceptions import Ignore, ImproperlyConfigured
 
 from . import conflict, hooks
 from .config import settings_of
-from .execution import Execution, is_under_way, kept_back_by
+from .execution import Execution, hold_for, is_under_way, kept_back_by
 from .locks.hold import Hold, current_lock
 from .locks.interrupt import LockInterrupt
 from .locks.requests import Answer
@@ -92,22 +92,24 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under its lock, or end without it. Source of the rule: celery/app/trace.py."""
-        if not is_execution(self, self.request):
+        request = self.request
+        if not is_execution(self, request):
             return super().__call__(*args, **kwargs)
         options = self._lock_options
         settings = settings_of(self.app) if options is not None else None
         if options is None or settings is None:
-            return self._body(*args, **kwargs)
-        execution = Execution(self, options, settings, args, kwargs)
+            return self._body(request, *args, **kwargs)
+        hold = hold_for(options, settings.namespace, args, kwargs)
+        execution = Execution(self, request, options, settings, hold)
         if execution.has_the_hold_already:
             with execution.under_way():
-                return self._body(*args, **kwargs)
+                return self._body(request, *args, **kwargs)
         try:
             with execution:
                 asked = execution.acquire()
                 if asked.answer is Answer.GRANTED:
                     with execution.interruptible():
-                        return self._body(*args, **kwargs)
+                        return self._body(request, *args, **kwargs)
         except (Exception, LockInterrupt) as raised:
             error = execution.ending(raised)
             if execution.runs_again_after(error):
@@ -119,9 +121,9 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
             execution.clean_up()
         return conflict.resolve(execution, asked)
 
-    def _body(self, *args: Any, **kwargs: Any) -> Any:
+    def _body(self, request: Context, /, *args: Any, **kwargs: Any) -> Any:
         """Call what lies under the lock: a further class that wraps ``__call__``, or the body itself."""
-        if self._wraps_a_call or self.request.called_directly:
+        if self._wraps_a_call or request.called_directly:
             return super().__call__(*args, **kwargs)
         # Celery's own __call__ pushes a second request, up to 5.4 a blank one: that is for direct calls.
         return self.run(*args, **kwargs)

@@ -97,6 +97,7 @@ class Key:
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
         self._parameters = dict(signature.parameters)
+        self._names = self._parameters.keys()
         parameters = self._parameters.values()
         self._plain = all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
         self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
@@ -107,7 +108,7 @@ class Key:
             # Most bodies and most calls: ten times as fast as what follows, on the way of every task.
             given = dict(zip(self._parameters, args, strict=False), **kwargs)
             complete = self._defaults | given
-            if len(given) == len(args) + len(kwargs) and complete.keys() == self._parameters.keys():
+            if len(given) == len(args) + len(kwargs) and complete.keys() == self._names:
                 return complete
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -170,14 +171,16 @@ class TemplateKey(Key):
         self.check_braces(template)
         # re.split with one group: literal, placeholder, literal, placeholder, ..., literal
         self.literals = self.placeholder.split(template)[::2]
-        self.paths = [self.parse(inner) for inner in self.placeholder.findall(template)]
+        paths = [self.parse(inner) for inner in self.placeholder.findall(template)]
+        #: Each placeholder, and the literal behind it.
+        self.parts = list(zip(paths, self.literals[1:], strict=True))
         self.punctuation = "".join(c for c in set("".join(self.literals)) if not c.isalnum())
         self.check_separators(template)
 
     def render(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         arguments = self.arguments(args, kwargs)
         rendered = [self.literals[0]]
-        for (root, steps, label), literal in zip(self.paths, self.literals[1:], strict=True):
+        for (root, steps, label), literal in self.parts:
             value = argument(arguments, root, self.signature)
             for step in steps:
                 value = reach(value, step, label)

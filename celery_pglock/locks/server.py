@@ -12,15 +12,18 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.generators import execute
 
 from .errors import LockDeadlock, LockError, LockSetupError, LockUnavailable
-from .native import native_poll
+from .native import is_patched_by, native_poll
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from psycopg.pq.abc import PGresult
 
 __all__ = [
     "IN_RECOVERY",
@@ -33,6 +36,7 @@ __all__ = [
     "connect",
     "cut",
     "disown",
+    "hand_on_notifies",
     "is_broken",
     "patience",
     "query",
@@ -208,11 +212,54 @@ def written_out(text: str, values: Sequence[object]) -> str:
 
 def rows_of(connection: Connection) -> list[list[bytes | None]]:
     """Wait for the answer to what was sent. Raises the driver's error for one of the server's."""
-    result = connection.wait(execute(connection.pgconn))[-1]
+    result = answer_to(connection)
     if result.status not in (psycopg.pq.ExecStatus.TUPLES_OK, psycopg.pq.ExecStatus.COMMAND_OK):
         raise psycopg.errors.error_from_result(result)
     columns = range(result.nfields)
     return [[result.get_value(row, column) for column in columns] for row in range(result.ntuples)]
+
+
+def answer_to(connection: Connection) -> PGresult:
+    """Wait for the answer to what was sent, and return the last of its results.
+
+    By one poll for each wait, which an interrupt ends at once. Psycopg's own wait costs as much as a third of
+    a round trip; greenlets need it, and what the socket did not take at once.
+    """
+    pgconn = connection.pgconn
+    result: PGresult | None = None
+    if is_patched_by("gevent") or is_patched_by("eventlet") or pgconn.flush():
+        [*_, result] = connection.wait(execute(pgconn))
+        return result
+    try:
+        # The answer of a server near by is there already.
+        pgconn.consume_input()
+        while True:
+            while pgconn.is_busy():
+                poll = select.poll()
+                poll.register(pgconn.socket, select.POLLIN)
+                poll.poll()
+                pgconn.consume_input()
+            further = pgconn.get_result()
+            if further is None:
+                break
+            result = further
+    except psycopg.Error:
+        # Behind the farewell of a server that ends the session comes the end of the connection.
+        if result is None or result.status is not psycopg.pq.ExecStatus.FATAL_ERROR:
+            raise
+    hand_on_notifies(connection)
+    assert result is not None
+    return result
+
+
+def hand_on_notifies(connection: Connection) -> bool:
+    """Let the connection's handler hear what was told and has arrived. Tell whether anything was."""
+    pgconn, heard = connection.pgconn, False
+    while (notify := pgconn.notifies()) is not None:
+        heard = True
+        if pgconn.notify_handler is not None:
+            pgconn.notify_handler(notify)
+    return heard
 
 
 def cancel(connection: Connection, seconds: float) -> None:

@@ -42,6 +42,7 @@ from .server import (
     connect,
     cut,
     disown,
+    hand_on_notifies,
     is_broken,
     query,
     query_prepared,
@@ -190,17 +191,12 @@ class Session:
 
         Raises `SessionBroken`.
         """
-        pgconn, heard = self._connection.pgconn, False
         try:
-            pgconn.consume_input()
-            while (notify := pgconn.notifies()) is not None:
-                heard = True
-                if pgconn.notify_handler is not None:
-                    pgconn.notify_handler(notify)
+            self._connection.pgconn.consume_input()
+            return hand_on_notifies(self._connection)
         except psycopg.Error as exc:
             self.close(reason_of(exc))
             raise SessionBroken(reason_of(exc)) from exc
-        return heard
 
     def perform(self, requests: Sequence[Request]) -> None:
         """Answer a batch of requests with one statement.
