@@ -65,6 +65,9 @@ ROLE_LIMITS = (
     "transaction_timeout",
 )
 
+#: Milliseconds between two moments of a wait at which a thread meets what is thrown into it.
+LOOK_UP_EVERY = 100
+
 #: A session's statements are few: these are for those that come with every task.
 MOST_PREPARED = 16
 
@@ -222,8 +225,8 @@ def rows_of(connection: Connection) -> list[list[bytes | None]]:
 def answer_to(connection: Connection) -> PGresult:
     """Wait for the answer to what was sent, and return the last of its results.
 
-    By one poll for each wait, which an interrupt ends at once. Psycopg's own wait costs as much as a third of
-    a round trip; greenlets need it, and what the socket did not take at once.
+    By a poll, which a signal ends at once. Psycopg's own wait costs as much as a third of a round trip;
+    greenlets need it, and what the socket did not take at once.
     """
     pgconn = connection.pgconn
     result: PGresult | None = None
@@ -237,7 +240,7 @@ def answer_to(connection: Connection) -> PGresult:
             while pgconn.is_busy():
                 poll = select.poll()
                 poll.register(pgconn.socket, select.POLLIN)
-                poll.poll()
+                poll.poll(LOOK_UP_EVERY)
                 pgconn.consume_input()
             further = pgconn.get_result()
             if further is None:

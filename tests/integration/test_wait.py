@@ -252,6 +252,27 @@ def test_an_interrupted_wait_leaves_nothing_behind(dsn: str, judge: Judge, scope
         assert judge.held() == {ID}
 
 
+def test_a_wait_on_a_thread_is_interrupted_by_an_outer_loss(dsn: str, judge: Judge, scope: str) -> None:
+    """No signal reaches a thread: what is thrown into it must not wait for its turn."""
+    judge.take(ID)
+    began = threading.Event()
+
+    def work() -> None:
+        with advisory_lock(OTHER, abort=True, database_url=dsn):
+            began.set()
+            with advisory_lock(ID, None, scope=scope, database_url=dsn):
+                pass
+
+    future = in_thread(work)
+    assert began.wait(10)
+    wait_until_waiting(judge, 1, ID)
+    judge.end(judge.holder(OTHER))
+    with pytest.raises(LockLost):
+        future.result(timeout=2)
+    eventually(lambda: not waiting(judge), "a zombie waits", within=2)
+    judge.give_back()
+
+
 def test_an_interrupt_at_the_moment_of_the_grant_leaves_no_lock(dsn: str, judge: Judge, scope: str) -> None:
     """The name is free however near the interrupt comes to the grant."""
     for number in range(15):
