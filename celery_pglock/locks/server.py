@@ -72,8 +72,9 @@ LOOK_UP_EVERY = 100
 MOST_PREPARED = 16
 
 IN_RECOVERY = "SELECT pg_is_in_recovery()"
-#: The start of its postmaster tells a server from every other, and from its own copies.
-WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery(), pg_postmaster_start_time()"
+#: The start of its postmaster tells a server from every other, and from its own copies. As a number, which
+#: reads the same in each time zone: a role's or a database's may be changed at any time.
+WHO_AM_I = "SELECT pg_backend_pid(), pg_is_in_recovery(), extract(epoch FROM pg_postmaster_start_time())"
 
 
 class SessionBroken(Exception):

@@ -186,6 +186,17 @@ def test_what_tells_nothing_costs_nothing(
         assert not hold.lost
 
 
+def test_server_that_tells_the_time_otherwise_is_the_same(
+    old: PostgreSQL, proxy: Proxy, new_keeper: list[Keeper]
+) -> None:
+    """A new connection has the settings of today, and the session those of its start."""
+    with held(keeper_at(proxy, new_keeper)) as hold:
+        old.execute("ALTER DATABASE postgres SET timezone = 'Asia/Tokyo'")
+        old.execute("ALTER DATABASE postgres SET datestyle = 'German'")
+        time.sleep(FAILOVER_TIMEOUT)
+        assert not hold.lost
+
+
 def test_kept_connection_of_transactions_moves_too(old: PostgreSQL, proxy: Proxy) -> None:
     """One that is kept warm is not used for ever."""
     settings = settings_for(proxy)
