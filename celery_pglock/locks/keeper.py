@@ -267,7 +267,7 @@ class Keeper:
 
     @property
     def _asks_anew(self) -> bool:
-        """Whether a question that met the end of its session is asked once more, on another one."""
+        """Whether a question for one session may be asked on another: one that met its end, or lay idle."""
         return True
 
     def _perform_anew(self, requests: Sequence[Acquire]) -> None:
@@ -283,6 +283,9 @@ class Keeper:
 
     def _perform(self, requests: Sequence[Request]) -> None:
         session = self._session
+        if session is not None and session.may_lead_elsewhere and self._asks_anew:
+            self._drop_session("it lay idle")
+            session = None
         if session is None or session.given_up_at is not None:
             if not any(isinstance(request, NEED_A_SESSION) for request in requests):
                 return

@@ -80,16 +80,17 @@ class Liveness:
         A server that was replaced may go on to answer, with locks that nobody else asks for. Seen from a new
         connection, and aside: to connect may take its time.
         """
-        timeout = self._settings.failover_timeout
-        if timeout is None or session.given_up_at is not None:
+        pause = self._settings.locate_every
+        if pause is None or session.given_up_at is not None:
             return []
-        left = session.located_at + timeout / 2 - time.monotonic()
+        left = session.located_at + pause - time.monotonic()
         if left > 0:
             return [left]
-        if session.used_since_located:
+        # One that lies idle is replaced before it is asked again.
+        if session.server is not None and session.used_since_located:
+            session.located_at = time.monotonic()
             _thread.start_new_thread(self._look_for_a_failover, (session,))
-        session.located_at = time.monotonic()
-        return [timeout / 2]
+        return [pause]
 
     def _look_for_a_failover(self, session: Session) -> None:
         if leads_elsewhere(self._settings, session.server):

@@ -94,7 +94,7 @@ class Session:
         self._answered_at = time.monotonic()
         #: When it was last asked for more than a sign of life.
         self._worked_at = self._answered_at
-        #: Which server it is, and when it was last seen that the URL leads there.
+        #: Which server it is, and when somebody last looked whether the URL leads there.
         self.server: bytes | None = None
         self.located_at = time.monotonic()
         #: When its holds were given up although the connection stands, see `give_up`.
@@ -164,8 +164,15 @@ class Session:
 
     @property
     def used_since_located(self) -> bool:
-        """Whether it answered anything since it was last seen where the URL leads."""
-        return self._answered_at > self.located_at
+        """Whether it holds something, is being asked, or has answered since it was located last."""
+        return self.holds_something or self._sent_at is not None or self._answered_at > self.located_at
+
+    @property
+    def may_lead_elsewhere(self) -> bool:
+        """Whether it lay idle for so long that nobody has looked: then a new one is as cheap as a look."""
+        pause = self._settings.locate_every
+        is_due = pause is not None and time.monotonic() - self.located_at > pause
+        return is_due and not self.used_since_located
 
     def owe(self, hold: Hold) -> None:
         """Release a hold with the next statement, whatever that will be."""

@@ -24,3 +24,8 @@ class Settings:
     freeze_timeout: float | None = None
     #: Seconds after which a lock counts as lost while ``database_url`` leads to another server; None: never.
     failover_timeout: float | None = 60.0
+
+    @property
+    def locate_every(self) -> float | None:
+        """Seconds between two looks at where ``database_url`` leads: what one just missed, the next sees."""
+        return None if self.failover_timeout is None else self.failover_timeout / 2

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -134,9 +136,9 @@ def test_session_that_holds_nothing_moves_too(
 ) -> None:
     """Short tasks would lock at the old server for as long as their worker lives."""
     keeper = keeper_at(proxy, new_keeper)
-    with held(keeper):
-        pass
     with PostgreSQL() as new:
+        with held(keeper):
+            pass
         proxy.target = new.port
 
         def locks_there() -> bool:
@@ -150,6 +152,58 @@ def test_session_that_holds_nothing_moves_too(
 
         assert not locks_there()
         wait_for(locks_there, "a lock at the new server", FAILOVER_TIMEOUT + ROOM)
+
+
+def test_session_that_lay_idle_locks_at_the_new_server_at_once(
+    old: PostgreSQL, proxy: Proxy, new_keeper: list[Keeper]
+) -> None:
+    """Nobody looks for one that nobody uses. The control is one that never looks."""
+    keepers = [keeper_at(proxy, new_keeper), keeper_at(proxy, new_keeper, None)]
+    with PostgreSQL() as new:
+        for keeper in keepers:
+            with held(keeper):
+                pass
+        # The first look, for what was held just now, and then as long as nobody looks.
+        time.sleep(FAILOVER_TIMEOUT + ROOM)
+        proxy.target = new.port
+        for keeper, locks in zip(keepers, [(0, 1), (1, 0)], strict=True):
+            with held(keeper):
+                assert (advisory_locks(old), advisory_locks(new)) == locks
+
+
+def test_who_waits_at_the_old_server_waits_at_the_new_one(proxy: Proxy, new_keeper: list[Keeper]) -> None:
+    """Else it would get the lock where nobody asks for it any more, however late."""
+    keeper = Keeper(settings_for(proxy), shared=False)
+    with PostgreSQL() as new, held(keeper_at(proxy, new_keeper, None)), ThreadPoolExecutor() as pool:
+        waits = pool.submit(keeper.wait, Hold(LockId(1)), 5 * FAILOVER_TIMEOUT)
+        # Past the first look, after which its question is older than any look.
+        time.sleep(FAILOVER_TIMEOUT + ROOM)
+        assert not waits.done()
+        proxy.target = new.port
+        at = time.monotonic()
+        asked = waits.result()
+        print(f"granted after {time.monotonic() - at:.2f} s")
+        assert asked.answer is Answer.GRANTED
+        assert advisory_locks(new) == 1
+        keeper.release(asked.hold)
+
+
+def test_quiet_holder_learns_it_too(old: PostgreSQL, tmp_path: Path, new_keeper: list[Keeper]) -> None:
+    """Over a local socket nobody asks for a sign of life: a pooler may stand behind it."""
+    socket = tmp_path / ".s.PGSQL.1"
+    keeper = Keeper(
+        Settings(f"user=postgres dbname=postgres host={tmp_path} port=1", failover_timeout=FAILOVER_TIMEOUT)
+    )
+    new_keeper.append(keeper)
+    with PostgreSQL() as new:
+        socket.symlink_to(old.folder / f".s.PGSQL.{old.port}")
+        with held(keeper) as hold:
+            # Past the first look, which sees that it was used.
+            time.sleep(FAILOVER_TIMEOUT + ROOM)
+            assert not hold.lost
+            socket.unlink()
+            socket.symlink_to(new.folder / f".s.PGSQL.{new.port}")
+            wait_for(lambda: hold.lost, "the loss", FAILOVER_TIMEOUT + ROOM)
 
 
 def test_leaders_move_together(proxy: Proxy) -> None:
