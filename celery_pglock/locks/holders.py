@@ -23,13 +23,14 @@ __all__ = [
 #: A text of SQL with a ``?`` for each value, and the values.
 Expression = tuple[str, tuple[object, ...]]
 
-#: The fields of a `Holder`. PostgreSQL keeps no time of a grant, but that of a session's last statement: the
-#: one that was granted the lock, or one that came later.
+#: The fields of a `Holder`. PostgreSQL keeps no time of a grant, but that of the end of a session's last
+#: statement: the one that was granted the lock, or one that came later. Statements and transactions may begin
+#: with a long wait for it. What others say may look like our signs of life, but in its midst.
 HOLDER = """
     (SELECT json_build_array(
         format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' || client_addr),
-        extract(epoch FROM clock_timestamp() - least(xact_start, query_start))
-            + coalesce(substring(query FROM 'quiet for ([0-9]+) s')::int, 0),
+        extract(epoch FROM clock_timestamp() - state_change)
+            + coalesce(substring(query FROM '^/[*] quiet for ([0-9]{{1,9}}) s [*]/')::int, 0),
         query
      )
      FROM pg_locks JOIN pg_stat_activity USING (pid)
@@ -61,8 +62,8 @@ class Holder(NamedTuple):
 
 
 def quiet_for(seconds: float) -> str:
-    """What a session says with a mere sign of life: the statement before lies so far back."""
-    return f"quiet for {seconds:.0f} s"
+    """What a session says with a mere sign of life: the statement before lies so far back, or longer."""
+    return f"/* quiet for {int(seconds)} s */"
 
 
 def holder_query(id: LockId, *, kindred: bool = False) -> Expression:
@@ -75,8 +76,16 @@ def holder_query(id: LockId, *, kindred: bool = False) -> Expression:
 
 
 def read_holder(told: bytes | None) -> Holder | None:
-    """Read what `holder_query` asked for."""
-    return None if told is None else Holder(*json.loads(told.decode(errors="replace")))
+    """Read what `holder_query` asked for; None also where it can't be read.
+
+    It quotes a statement of anybody's, and in some of a client's encodings half a letter is a backslash.
+    """
+    if told is None:
+        return None
+    try:
+        return Holder(*json.loads(told.decode(errors="replace")))
+    except ValueError:
+        return None
 
 
 def matches(id: LockId) -> Expression:

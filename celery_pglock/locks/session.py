@@ -92,7 +92,7 @@ class Session:
         self._sent_at: float | None = None
         self._in_queue = False
         self._answered_at = time.monotonic()
-        #: When it was last asked for more than a sign of life.
+        #: When it last answered more than a sign of life.
         self._worked_at = self._answered_at
         #: Which server it is, and when somebody last looked whether the URL leads there.
         self.server: bytes | None = None
@@ -213,15 +213,15 @@ class Session:
         """
         first = requests[0]
         if isinstance(first, Ping) and len(requests) == 1:
-            self._ask(requests, before=f"/* {quiet_for(time.monotonic() - self._worked_at)} */ ")
+            self._ask(requests, before=quiet_for(time.monotonic() - self._worked_at) + " ")
             return
-        self._worked_at = time.monotonic()
         if isinstance(first, Statement):
             self._run(first)
         elif isinstance(first, Acquire) and first.wait != 0 and len(requests) == 1:
             self._stand_in_queue(first)
         else:
             self._ask(requests)
+        self._worked_at = time.monotonic()
 
     def leave_queue(self) -> bool:
         """Take back a wait that was interrupted, so that what else is held stays.
