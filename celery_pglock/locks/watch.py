@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 #: data looks like too: there the pauses have to do, and the end shows at the next statement.
 GOODBYE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
+#: Seconds to sleep at most: the system's own bound is 24 days.
+LONGEST = 3600.0
+
 
 class Watch:
     """One thread (a greenlet, where `threading` is monkey-patched) that watches one socket at a time."""
@@ -126,7 +129,7 @@ class Watch:
         poll.register(woken, select.POLLIN)
         if target is not None:
             poll.register(target[0], GOODBYE)
-        events = dict(poll.poll(None if pause is None else int(pause * 1000) + 1))
+        events = dict(poll.poll(None if pause is None else int(min(pause, LONGEST) * 1000) + 1))
         if woken in events:
             os.read(woken, 4096)
         return target is not None and bool(events.get(target[0]))

@@ -152,6 +152,19 @@ def test_application_name_says_whose_session_it_is(
     keeper.release(hold)
 
 
+def test_loss_is_noticed_however_far_off_all_else_is(
+    new_keeper: Callable[..., Keeper], judge: Judge, postgres: PostgreSQL, dbname: str
+) -> None:
+    """Over a local socket nothing else is to be done in between."""
+    keeper = new_keeper(postgres.socket_url(dbname), failover_timeout=1e9)
+    hold = acquired(keeper)
+    lingers = Hold(EXECUTION, min_hold=1e9)
+    keeper.acquire(lingers)
+    keeper.release(lingers)
+    judge.end(judge.holder(ID))
+    eventually(lambda: hold.lost, "the loss was not noticed")
+
+
 @pytest.mark.parametrize("scope", ["session", "transaction"])
 def test_holder_is_told_with_how_long_he_has_it_at_least(
     new_keeper: Callable[..., Keeper], dsn: str, scope: str
