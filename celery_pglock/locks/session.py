@@ -112,7 +112,9 @@ class Session:
         return f"<Session pid={self._connection.info.backend_pid} [{len(self._all_holds())} held]>"
 
     def _all_holds(self) -> list[Hold]:
-        return [*self._holds.values(), *(hold for readers in self._readers.values() for hold in readers)]
+        # Copied in single steps in C: who gives a session up looks from another thread.
+        held = [list(self._holds.values()), *map(list, list(self._readers.values()))]
+        return [hold for holds in held for hold in holds]
 
     def set_up(self) -> None:
         """Check the server and tell it what it is to know. Raises `LockUnavailable` or `LockSetupError`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,33 @@ def granted(keeper: Keeper, *, shared: bool = True) -> Hold | None:
     answer = keeper.acquire(hold).answer
     assert answer in (Answer.GRANTED, Answer.CONFLICT)
     return hold if answer is Answer.GRANTED else None
+
+
+def test_another_thread_may_look_at_the_readers_who_come_and_go(
+    new_keeper: NewKeeper,
+) -> None:
+    """Who gives a session up does: a loss that stopped halfway would leave readers that count as holding."""
+    keeper, stopped = new_keeper(), threading.Event()
+
+    def come_and_go() -> None:
+        while not stopped.is_set():
+            keeper.release(granted(keeper))
+
+    keeper.release(granted(keeper))
+    interval = sys.getswitchinterval()
+    readers = [threading.Thread(target=come_and_go) for _ in range(2)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for reader in readers:
+            reader.start()
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            assert keeper._session.idle in {True, False}
+    finally:
+        sys.setswitchinterval(interval)
+        stopped.set()
+        for reader in readers:
+            reader.join()
 
 
 @pytest.mark.parametrize("processes", [1, 3])
