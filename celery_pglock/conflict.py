@@ -249,7 +249,7 @@ def tell_conflict(execution: Execution, conflict: Conflict, outcome: str) -> Non
         "holder": conflict.holder,
         "held_for": conflict.held_for,
     }
-    age = "" if conflict.held_for is None else f" for {conflict.held_for:.0f} s or longer"
+    age = "" if conflict.held_for is None else f" for {int(conflict.held_for)} s or longer"
     logger.info(
         "task %s[%s]: lock %r is held by %s%s: %s",
         conflict.task_name,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,18 +179,25 @@ def test_a_run_is_told_at_debug(f: Any, caplog: pytest.LogCaptureFixture) -> Non
 def test_a_conflict_is_one_info_line(
     app: Celery, judge: Judge, caplog: pytest.LogCaptureFixture, policy: str
 ) -> None:
-    """With its decision and its holder, and no traceback: it is nothing for an error tracker."""
+    """With its decision, its holder and the holder's age, and no traceback: nothing for an error tracker."""
 
     @app.task(base=AdvisoryLockedTask, name="f", lock_key="<x>", lock_on_conflict=policy, shared=False)
     def f(x): ...
 
+    began = time.monotonic()
     judge.take(id_of("celery:f:1"))
+    time.sleep(0.6)
     with caplog.at_level(logging.DEBUG, "celery_pglock"):
         f.delay(1)
     (record,) = lines(caplog)
     assert record.levelno == logging.INFO
     assert record.exc_info is None
-    assert "lock 'celery:f:1' is held by observer" in record.getMessage()
+    assert 0.6 <= record.held_for <= time.monotonic() - began
+    told = re.search(
+        r"lock 'celery:f:1' is held by observer \(.*\) for (\d+) s or longer: ", record.getMessage()
+    )
+    assert told is not None
+    assert int(told[1]) == int(record.held_for)
     assert {"skip": "skipped", "raise": "failing"}[policy] in record.getMessage()
 
 
