@@ -166,8 +166,8 @@ class Session:
 
     @property
     def used_since_located(self) -> bool:
-        """Whether it holds something, is being asked, or has answered since it was located last."""
-        return self.holds_something or self._sent_at is not None or self._answered_at > self.located_at
+        """Whether it holds something, is being asked, or was of use since it was located last."""
+        return self.holds_something or self._sent_at is not None or self._worked_at > self.located_at
 
     @property
     def may_lead_elsewhere(self) -> bool:

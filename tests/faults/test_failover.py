@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -157,8 +158,10 @@ def test_session_that_holds_nothing_moves_too(
 def test_session_that_lay_idle_locks_at_the_new_server_at_once(
     old: PostgreSQL, proxy: Proxy, new_keeper: list[Keeper]
 ) -> None:
-    """Nobody looks for one that nobody uses. The control is one that never looks."""
-    keepers = [keeper_at(proxy, new_keeper), keeper_at(proxy, new_keeper, None)]
+    """Nobody looks for one that nobody uses, signs of life or not. The control is one that never looks."""
+    keepers = [Keeper(replace(settings_for(proxy), freeze_timeout=freeze)) for freeze in (None, 3.0)]
+    keepers.append(Keeper(settings_for(proxy, None)))
+    new_keeper += keepers
     with PostgreSQL() as new:
         for keeper in keepers:
             with held(keeper):
@@ -166,7 +169,7 @@ def test_session_that_lay_idle_locks_at_the_new_server_at_once(
         # The first look, for what was held just now, and then as long as nobody looks.
         time.sleep(FAILOVER_TIMEOUT + ROOM)
         proxy.target = new.port
-        for keeper, locks in zip(keepers, [(0, 1), (1, 0)], strict=True):
+        for keeper, locks in zip(keepers, [(0, 1), (0, 1), (1, 0)], strict=True):
             with held(keeper):
                 assert (advisory_locks(old), advisory_locks(new)) == locks
 
