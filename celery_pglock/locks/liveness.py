@@ -6,16 +6,21 @@ The end of a connection shows by itself, see `watch`. For these two somebody has
 from __future__ import annotations
 
 import _thread
+import math
+import os
 import threading
 import time
 from collections.abc import Callable
 
-from .probe import leads_elsewhere
+from .probe import find_primary
 from .requests import Ping, Request
 from .session import Session
 from .settings import Settings
 
 __all__ = ["Liveness"]
+
+#: Seconds between two glances at whether a look at where the URL leads has come back.
+GLANCE_EVERY = 0.1
 
 
 class Liveness:
@@ -77,22 +82,62 @@ class Liveness:
     def _locate(self, session: Session) -> list[float]:
         """See now and then whether the URL still leads to the server of a session that is in use.
 
-        A server that was replaced may go on to answer, with locks that nobody else asks for. Seen from a new
-        connection, and aside: to connect may take its time.
+        A server that was replaced may go on to answer, with locks that nobody else asks for.
         """
         pause = self._settings.locate_every
         if pause is None or session.given_up_at is not None:
             return []
+        if session.server is None:
+            return [pause]
+        outlook = outlook_for(self._settings)
+        looked_at, found = outlook.seen
+        if looked_at > session.located_at:
+            session.located_at = looked_at
+            if found not in (None, session.server):
+                session.give_up("pglock_database_url leads to another server by now")
+                session.cut()
+                return []
         left = session.located_at + pause - time.monotonic()
         if left > 0:
             return [left]
         # One that lies idle is replaced before it is asked again.
-        if session.server is not None and session.used_since_located:
-            session.located_at = time.monotonic()
-            _thread.start_new_thread(self._look_for_a_failover, (session,))
-        return [pause]
+        if not session.used_since_located:
+            return [pause]
+        outlook.look()
+        return [GLANCE_EVERY]
 
-    def _look_for_a_failover(self, session: Session) -> None:
-        if leads_elsewhere(self._settings, session.server):
-            session.give_up("pglock_database_url leads to another server by now")
-            session.cut()
+
+class Outlook:
+    """Where a URL leads, seen from a new connection: one for all sessions of the process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        #: When somebody looked last, and the server that was found, None where nobody could tell.
+        self.seen: tuple[float, bytes | None] = (-math.inf, None)
+        #: Held by the thread that looks.
+        self._looking = threading.Lock()
+
+    def look(self) -> None:
+        """Look aside, since to connect may take its time, and not while somebody does."""
+        if not self._looking.locked():
+            _thread.start_new_thread(self._look, ())
+
+    def _look(self) -> None:
+        # Two may have been started.
+        if not self._looking.acquire(blocking=False):
+            return
+        began, found = time.monotonic(), None
+        try:
+            found = find_primary(self._settings)
+        finally:
+            self.seen = began, found
+            self._looking.release()
+
+
+_outlooks: dict[Settings, Outlook] = {}
+# In a forked child nobody looks, whoever did so in its parent.
+os.register_at_fork(after_in_child=_outlooks.clear)
+
+
+def outlook_for(settings: Settings) -> Outlook:
+    return _outlooks.get(settings) or _outlooks.setdefault(settings, Outlook(settings))

@@ -21,7 +21,7 @@ from .session import Session
 from .settings import Settings
 from .transaction import Transaction
 
-__all__ = ["leads_elsewhere", "probe", "prove_exclusion"]
+__all__ = ["find_primary", "probe", "prove_exclusion"]
 
 #: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
 PROOF_SUBSYSTEM = 0x70676C6B
@@ -89,22 +89,22 @@ def prove_transactions(settings: Settings) -> None:
     check(*asked)
 
 
-def leads_elsewhere(settings: Settings, server: bytes | None) -> bool:
-    """Whether a new connection reaches another primary than this server.
+def find_primary(settings: Settings) -> bytes | None:
+    """Return which primary a new connection reaches.
 
-    False where nobody can tell: the server is full, or a standby that may become the primary yet.
+    None where nobody can tell: the server is full, or a standby that may become the primary yet.
     """
     try:
         line = Line(settings)
     except LockError:
-        return False
+        return None
     try:
-        [[_, in_recovery, found]] = line.ask(WHO_AM_I)
+        [[_, in_recovery, server]] = line.ask(WHO_AM_I)
     except psycopg.Error:
-        return False
+        return None
     finally:
         line.close()
-    return in_recovery == b"f" and found != server
+    return server if in_recovery == b"f" else None
 
 
 def rivals() -> tuple[Acquire, Acquire]:

@@ -94,9 +94,9 @@ class Session:
         self._answered_at = time.monotonic()
         #: When it last answered more than a sign of life.
         self._worked_at = self._answered_at
-        #: Which server it is, and when somebody last looked whether the URL leads there.
-        self.server: bytes | None = None
+        #: When somebody last looked whether the URL leads there, and which server it is, once that is known.
         self.located_at = time.monotonic()
+        self.server: bytes | None = None
         #: When its holds were given up although the connection stands, see `give_up`.
         self.given_up_at: float | None = None
         self._connection = connect(settings, application_name, Connection)
@@ -121,6 +121,8 @@ class Session:
         try:
             [who] = self._query(WHO_AM_I)
             check_server(self._connection, who, self._settings)
+            # In this order: a look that began earlier may have found the server before.
+            self.located_at = time.monotonic()
             self.server = who[2]
             self._query(set_statement(session_settings(self._settings)))
         except psycopg.Error as exc:

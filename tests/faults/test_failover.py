@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,16 @@ ROOM = 1.0
 def old() -> Iterator[PostgreSQL]:
     with PostgreSQL() as server:
         yield server
+
+
+class CountingProxy(Proxy):
+    """Counts the connections that were made through it."""
+
+    accepted = 0
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        await super()._accept(reader, writer)
 
 
 @pytest.fixture
@@ -207,6 +218,18 @@ def test_quiet_holder_learns_it_too(old: PostgreSQL, tmp_path: Path, new_keeper:
             socket.unlink()
             socket.symlink_to(new.folder / f".s.PGSQL.{new.port}")
             wait_for(lambda: hold.lost, "the loss", FAILOVER_TIMEOUT + ROOM)
+
+
+def test_one_look_serves_all_sessions_of_a_process(old: PostgreSQL, new_keeper: list[Keeper]) -> None:
+    """On threads and green pools each that waits has one of its own."""
+    with CountingProxy(old.port) as proxy, PostgreSQL() as new, ExitStack() as stack:
+        keepers = [keeper_at(proxy, new_keeper) for _ in range(10)]
+        holds = [stack.enter_context(held(keeper, id)) for id, keeper in enumerate(keepers)]
+        before = proxy.accepted
+        time.sleep(2 * FAILOVER_TIMEOUT)
+        assert 1 <= proxy.accepted - before <= 5
+        proxy.target = new.port
+        wait_for(lambda: all(hold.lost for hold in holds), "the losses", FAILOVER_TIMEOUT + ROOM)
 
 
 def test_leaders_move_together(proxy: Proxy) -> None:
