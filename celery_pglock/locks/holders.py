@@ -28,7 +28,12 @@ Expression = tuple[str, tuple[object, ...]]
 #: with a long wait for it. What others say may look like our signs of life, but in its midst.
 HOLDER = """
     (SELECT json_build_array(
-        format('%s (pid %s%s)', nullif(application_name, ''), pid, ' from ' || client_addr),
+        format(
+            '%s (pid %s%s)',
+            coalesce(nullif(application_name, ''), 'a session without a name'),
+            pid,
+            ' from ' || host(client_addr)
+        ),
         extract(epoch FROM clock_timestamp() - state_change)
             + coalesce(substring(query FROM '^/[*] quiet for ([0-9]{{1,9}}) s [*]/')::int, 0),
         query
