@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import signal
 import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -21,6 +22,11 @@ import pytest
 from celery import _state
 
 from localservers import MissingServer, PgBouncer, PostgreSQL, RabbitMQ, Redis
+
+# What a script runs in the background ignores Ctrl-C, and so would all that is started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 FAULTS = Path(__file__).parent / "faults"
 
