@@ -16,8 +16,8 @@ __all__ = [
     "holder_query",
     "id_from_pg_locks",
     "matches",
-    "quiet_for",
     "read_holder",
+    "sign_of_life",
 ]
 
 #: A text of SQL with a ``?`` for each value, and the values.
@@ -66,9 +66,9 @@ class Holder(NamedTuple):
     says: str
 
 
-def quiet_for(seconds: float) -> str:
-    """What a session says with a mere sign of life: the statement before lies so far back, or longer."""
-    return f"/* quiet for {int(seconds)} s */"
+def sign_of_life(quiet_for: float) -> str:
+    """What a session says that was quiet for so many seconds: its last statement lies so far back."""
+    return f"/* quiet for {int(quiet_for)} s */"
 
 
 def holder_query(id: LockId, *, kindred: bool = False) -> Expression:

@@ -12,8 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from .probe import find_primary
+import psycopg
+
+from .errors import LockError
+from .line import Line
 from .requests import Ping, Request
+from .server import WHO_AM_I
 from .session import Session
 from .settings import Settings
 
@@ -141,3 +145,21 @@ os.register_at_fork(after_in_child=_outlooks.clear)
 
 def outlook_for(settings: Settings) -> Outlook:
     return _outlooks.get(settings) or _outlooks.setdefault(settings, Outlook(settings))
+
+
+def find_primary(settings: Settings) -> bytes | None:
+    """Return which primary a new connection reaches.
+
+    None where nobody can tell: the server is full, or a standby that may become the primary yet.
+    """
+    try:
+        line = Line(settings)
+    except LockError:
+        return None
+    try:
+        [[_, in_recovery, server]] = line.ask(WHO_AM_I)
+    except psycopg.Error:
+        return None
+    finally:
+        line.close()
+    return server if in_recovery == b"f" else None

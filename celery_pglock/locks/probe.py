@@ -1,4 +1,4 @@
-"""Whether a server can lock at all, asked before any body runs, and whether it is still the one to ask.
+"""Whether a server can lock at all: asked before any body runs.
 
 Some servers that speak PostgreSQL's protocol answer the same to everybody. A product's name would not tell
 them from others, so two connections ask for one lock.
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import secrets
 
-import psycopg
-
-from .errors import LockError, LockSetupError, LockUnavailable
+from .errors import LockSetupError, LockUnavailable
 from .hold import Hold
 from .keys import LockId
-from .line import Line, ask_once, close_warm
+from .line import ask_once, close_warm
 from .process import application_name
 from .requests import Acquire, Answer, Release
-from .server import IN_RECOVERY, WHO_AM_I, OnStandby, SessionBroken, refuse_standby
+from .server import IN_RECOVERY, OnStandby, SessionBroken, refuse_standby
 from .session import Session
 from .settings import Settings
 from .transaction import Transaction
 
-__all__ = ["find_primary", "probe", "prove_exclusion"]
+__all__ = ["probe", "prove_exclusion"]
 
 #: The pair space's first key of the lock that proves exclusion, so that it meets no named lock.
 PROOF_SUBSYSTEM = 0x70676C6B
@@ -87,24 +85,6 @@ def prove_transactions(settings: Settings) -> None:
     finally:
         close_warm()
     check(*asked)
-
-
-def find_primary(settings: Settings) -> bytes | None:
-    """Return which primary a new connection reaches.
-
-    None where nobody can tell: the server is full, or a standby that may become the primary yet.
-    """
-    try:
-        line = Line(settings)
-    except LockError:
-        return None
-    try:
-        [[_, in_recovery, server]] = line.ask(WHO_AM_I)
-    except psycopg.Error:
-        return None
-    finally:
-        line.close()
-    return server if in_recovery == b"f" else None
 
 
 def rivals() -> tuple[Acquire, Acquire]:

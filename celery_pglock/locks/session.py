@@ -21,7 +21,7 @@ import psycopg
 
 from .errors import LockError, LockSetupError
 from .hold import Hold
-from .holders import Expression, holder_query, id_from_pg_locks, quiet_for, read_holder
+from .holders import Expression, holder_query, id_from_pg_locks, read_holder, sign_of_life
 from .keys import LockId
 from .native import native_poll
 from .requests import (
@@ -174,9 +174,10 @@ class Session:
     @property
     def may_lead_elsewhere(self) -> bool:
         """Whether it lay idle for so long that nobody has looked: then a new one is as cheap as a look."""
+        if self.used_since_located:
+            return False
         pause = self._settings.locate_every
-        is_due = pause is not None and time.monotonic() - self.located_at > pause
-        return is_due and not self.used_since_located
+        return pause is not None and time.monotonic() - self.located_at > pause
 
     def owe(self, hold: Hold) -> None:
         """Release a hold with the next statement, whatever that will be."""
@@ -217,7 +218,7 @@ class Session:
         """
         first = requests[0]
         if isinstance(first, Ping) and len(requests) == 1:
-            self._ask(requests, before=quiet_for(time.monotonic() - self._worked_at) + " ")
+            self._ask(requests, before=sign_of_life(time.monotonic() - self._worked_at) + " ")
             return
         if isinstance(first, Statement):
             self._run(first)
