@@ -23,7 +23,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of one call: on the clock, and of the CPU in this process and in the server."""
+    """Microseconds of one call: the median on the clock, the mean of the CPU here and in the server."""
 
     wall: float
     client: float
@@ -84,12 +84,17 @@ def race(contenders: Mapping[str, Contender], rounds: int = 200) -> dict[str, Co
 
 
 def sample(contender: Contender) -> Cost:
-    served, used, since = cpu_of(contender.server), time.process_time(), time.perf_counter()
-    for _ in range(contender.calls):
-        contender.call()
-    ended = time.perf_counter()
-    spent = ended - since, time.process_time() - used, cpu_of(contender.server) - served
-    return Cost(*(seconds / contender.calls * 1e6 for seconds in spent))
+    """The median call on the clock: the first ones find the caches full of another contender's."""
+    served, used = cpu_of(contender.server), time.process_time()
+    calls = [seconds_of(contender.call) for _ in range(contender.calls)]
+    client, server = time.process_time() - used, cpu_of(contender.server) - served
+    return Cost(median(calls) * 1e6, client / contender.calls * 1e6, server / contender.calls * 1e6)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    since = time.perf_counter()
+    call()
+    return time.perf_counter() - since
 
 
 def cpu_of(pid: int | None) -> float:
