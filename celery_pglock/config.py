@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,20 @@ from .locks.settings import Settings
 __all__ = ["BeatSettings", "beat_settings_of", "fix_settings", "forget_settings", "ledger_of", "settings_of"]
 
 ENVIRONMENT = "CELERY_PGLOCK_DATABASE_URL"
+
+SETTINGS = (
+    "pglock_database_url",
+    "pglock_namespace",
+    "pglock_enabled",
+    "pglock_session_pooler",
+    "pglock_loss_timeout",
+    "pglock_freeze_timeout",
+    "pglock_failover_timeout",
+    "pglock_beat_scheduler",
+    "pglock_beat_name",
+    "pglock_beat_poll",
+    "pglock_beat_ledger",
+)
 
 _fixed: WeakKeyDictionary[Celery, Settings | None] = WeakKeyDictionary()
 
@@ -33,12 +48,26 @@ def settings_of(app: Celery) -> Settings | None:
 
 def fix_settings(app: Celery) -> None:
     """Read the settings now and once: a worker does not look them up for each task."""
+    refuse_unknown(app)
     _fixed[app] = read_settings(app)
 
 
 def forget_settings() -> None:
     """Read the settings anew from now on."""
     _fixed.clear()
+
+
+def refuse_unknown(app: Celery) -> None:
+    """Refuse a misspelt setting, which would leave the one that was meant at its default."""
+    given = sorted(map(str, app.conf))
+    # Known when they are read. Django's hold ours as CELERY_PGLOCK_...: a PGLOCK_... is another package's.
+    prefix = app.conf.prefix or ""
+    for key in given:
+        name = key.removeprefix(prefix).lower() if prefix and key.startswith(prefix) else key
+        if name.startswith("pglock_") and name not in SETTINGS:
+            close = difflib.get_close_matches(name, SETTINGS, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(SETTINGS)}"
+            raise ImproperlyConfigured(f"celery-pglock: there is no setting {name}: {advice}")
 
 
 def read_settings(app: Celery, url: str | None = None) -> Settings | None:
@@ -53,7 +82,7 @@ def read_settings(app: Celery, url: str | None = None) -> Settings | None:
         raise ImproperlyConfigured(
             "celery-pglock: no database is set, and workers in two databases would not exclude each other:"
             f' set app.conf.pglock_database_url = "postgresql://..." or the environment\'s {ENVIRONMENT}'
-            ' ("" stands for libpq\'s own PG* variables)'
+            ' ("" stands for libpq\'s own PG* variables). Tests that need no locks set pglock_enabled = False'
         )
     if not isinstance(url, str):
         raise ImproperlyConfigured(f"pglock_database_url: a URL or conninfo, not {type(url).__name__}")
@@ -79,6 +108,7 @@ class BeatSettings:
 
 def beat_settings_of(app: Celery) -> BeatSettings:
     """Return the ``pglock_beat_*`` settings. Raises `ImproperlyConfigured`."""
+    refuse_unknown(app)
     return BeatSettings(
         # By its path, or the class itself.
         scheduler=app.conf.get("pglock_beat_scheduler", "celery.beat:PersistentScheduler"),

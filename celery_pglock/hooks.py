@@ -49,10 +49,12 @@ class CheckLocks(bootsteps.Step):
         send_events(bool(getattr(worker, "task_events", False)))
         fix_settings(worker.app)
         settings = settings_of(worker.app)
-        if settings is not None:
-            refuse_blocking_eventlet()
-            for in_transaction in sorted(scopes_of(worker.app)):
-                check_server(settings, transactions=in_transaction)
+        if settings is None:
+            logger.warning("pglock_enabled is False: all tasks run unlocked")
+            return
+        refuse_blocking_eventlet()
+        for in_transaction in sorted(scopes_of(worker.app)):
+            check_server(settings, transactions=in_transaction)
 
 
 def scopes_of(app: Celery) -> set[bool]:

@@ -91,7 +91,9 @@ def connect(settings: Settings, application_name: str, kind: type[SomeConnection
         given = conninfo_to_dict(settings.database_url)
     except psycopg.Error:
         # The driver's message would quote the URL, and with it a password.
-        raise LockSetupError("pglock_database_url is no PostgreSQL URL and no conninfo") from None
+        raise LockSetupError(
+            "pglock_database_url is no PostgreSQL URL and no conninfo: write postgresql://..., with no driver"
+        ) from None
     options: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT,
         "keepalives_idle": math.ceil(settings.loss_timeout / 3),
