@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from celery import Celery, current_app
+from celery._state import _get_active_apps  # type: ignore[attr-defined]
 
 from .config import read_settings, settings_of
 from .durations import seconds_of
@@ -36,10 +37,12 @@ def advisory_lock(
     task. ``wait=0`` tries once, seconds (or a timedelta) wait that long in PostgreSQL's queue, None for ever.
     With ``abort`` the block is interrupted when the lock is lost; without it ``.check()`` and ``.lost`` tell.
     The database is that of ``database_url``, else of the app, else of the environment. Without ``app`` it is
-    Celery's current one, which is current in the thread that made it only: other threads name theirs.
+    Celery's current one, or the only one of the process, since an app is current only in the thread that made
+    it.
 
     Raises `LockNotAcquired`, `LockUnavailable`, `LockSetupError`, and `LockLost` at the end of a block whose
-    lock was lost.
+    lock was lost; `ValueError` for a name that begins with the namespace, `TypeError` where neither app nor
+    database is named and it is not clear which app is meant.
     """
     check_options(mode, limit, scope, min_hold)
     settings = settings_for(app, database_url)
@@ -80,8 +83,27 @@ class Leader(SettledLeader):
 
 def settings_for(app: Celery | None, database_url: str | None) -> Settings | None:
     """The settings of the app, or of the current one, with another database if one is named."""
-    app = app if app is not None else current_app._get_current_object()  # type: ignore[attr-defined]
+    if app is None:
+        app = app_of_this_thread(sure=database_url is None)
     return settings_of(app) if database_url is None else read_settings(app, database_url)
+
+
+def app_of_this_thread(*, sure: bool) -> Celery:
+    """The current app, and where there is none the only one of the process, or Celery's default.
+
+    An app is current in the thread that made it. The default one of other threads has no settings: under its
+    namespace they would lock names that no task has. To be ``sure`` raises `TypeError` for several.
+    """
+    app: Celery = current_app._get_current_object()  # type: ignore[attr-defined]
+    if app.main != "default" or app.set_as_current:  # type: ignore[attr-defined]
+        return app
+    others = [other for other in _get_active_apps() if other is not app]
+    if sure and len(others) > 1:
+        raise TypeError(
+            "no Celery app is current in this thread, and there are several: name one (app=), or make one the"
+            " default of all threads by its set_default()"
+        )
+    return others[0] if len(others) == 1 else app
 
 
 def new_hold(settings: Settings | None, name: str | LockId, **options: object) -> Hold:
@@ -89,6 +111,11 @@ def new_hold(settings: Settings | None, name: str | LockId, **options: object) -
         return Hold(name, **options)  # type: ignore[arg-type]
     if not isinstance(name, str) or not name:
         raise TypeError(f"a lock's name is a text or a LockId, not {name!r}")
+    if settings is not None and name.startswith(f"{settings.namespace}:"):
+        raise ValueError(
+            f"lock {name!r}: the namespace is put in front of the name: write"
+            f" {name.removeprefix(f'{settings.namespace}:')!r}"
+        )
     text = full_name(settings.namespace if settings is not None else "", name, None)
     return Hold(id_of(text), text, **options)  # type: ignore[arg-type]
 

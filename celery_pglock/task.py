@@ -11,7 +11,7 @@ from celery.exceptions import Ignore, ImproperlyConfigured
 
 from . import conflict, hooks
 from .config import settings_of
-from .execution import Execution, hold_for, is_under_way, kept_back_by
+from .execution import Execution, hold_for, is_under_way, kept_back_by, unlocked
 from .locks.hold import Hold, current_lock
 from .locks.interrupt import LockInterrupt
 from .locks.requests import Answer
@@ -96,9 +96,12 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
         if not is_execution(self, request):
             return super().__call__(*args, **kwargs)
         options = self._lock_options
-        settings = settings_of(self.app) if options is not None else None
-        if options is None or settings is None:
+        if options is None:
             return self._body(request, *args, **kwargs)
+        settings = settings_of(self.app)
+        if settings is None:
+            with unlocked(options):
+                return self._body(request, *args, **kwargs)
         hold = hold_for(options, settings.namespace, args, kwargs)
         execution = Execution(self, request, options, settings, hold)
         if execution.has_the_hold_already:

@@ -103,7 +103,7 @@ class Hold:
         if self._connection is None or self._status is not self.Status.HELD:
             raise TypeError(
                 f'{self!r} lives in no open transaction: set lock_scope="transaction" where it was acquired,'
-                " which may be around what asks here"
+                " which may be around what asks here. There is none where locks are disabled"
             )
         return self._connection
 
@@ -119,7 +119,10 @@ class Hold:
         if self._token is None:
             self.check()
             if self._token_source is None or self._status is not self.Status.HELD:
-                raise TypeError(f"{self!r} is not held: a fencing token belongs to a holder")
+                raise TypeError(
+                    f"{self!r} is not held: a fencing token belongs to a holder, and none is drawn where"
+                    " locks are disabled"
+                )
             token = self._token_source()
             # Only a number drawn before the end of the hold is below those of the next holder.
             self.check()

@@ -168,6 +168,8 @@ class TemplateKey(Key):
         super().__init__(signature)
         if not template:
             raise LockKeyError("the template is empty: write [] for the lock's name alone")
+        if template in signature.parameters:
+            raise LockKeyError(f"{template!r} is a text with no placeholder: write <{template}>")
         self.check_braces(template)
         # re.split with one group: literal, placeholder, literal, placeholder, ..., literal
         self.literals = self.placeholder.split(template)[::2]

@@ -238,6 +238,50 @@ def lost(lock: object) -> bool:
     return bool(getattr(lock, "lost", False))
 
 
+IN_A_THREAD = """
+import threading
+from celery import Celery
+from celery_pglock import advisory_lock
+
+apps = [Celery(name) for name in NAMES]
+for app in apps:
+    app.conf.pglock_namespace = "prod"
+
+def lock():
+    try:
+        with advisory_lock("deploy") as hold:
+            print(hold.name)
+    except TypeError as exc:
+        print(exc)
+
+thread = threading.Thread(target=lock)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "printed"), [(["one"], "prod:deploy"), (["one", "two"], "name one (app=)")]
+)
+def test_another_thread_never_locks_under_another_namespace(
+    names: list[str], printed: str, dsn: str, tmp_path: Path
+) -> None:
+    """An app is current in the thread that made it alone: Celery's default would exclude no task."""
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_THREAD.replace("NAMES", repr(names)))
+    environment = {**os.environ, "CELERY_PGLOCK_DATABASE_URL": dsn}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert printed in done.stdout, done
+
+
+def test_a_name_with_its_namespace_is_refused(app: Celery) -> None:
+    """Logs and markers show it whole. Pasted from there it would lock another name than the task."""
+    with pytest.raises(ValueError, match=r"write 'shop.train:tenant:42'"):
+        advisory_lock("celery:shop.train:tenant:42", app=app)
+
+
 def test_a_script_needs_no_app(dsn: str, judge: Judge, tmp_path: Path) -> None:
     """The environment is enough, and the end of the script is the end of its lock and its session."""
     script = tmp_path / "script.py"

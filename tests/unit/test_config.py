@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.exceptions import ImproperlyConfigured
 
-from celery_pglock import AdvisoryLockedTask, LockSetupError, LockUnavailable
-from celery_pglock.config import settings_of
+from celery_pglock import AdvisoryLockedTask, LockSetupError, LockUnavailable, config
+from celery_pglock.config import beat_settings_of, fix_settings, settings_of
 from celery_pglock.locks.keeper import Keeper
 from celery_pglock.locks.probe import probe
 from celery_pglock.locks.settings import Settings
+
+#: A setting where it is read: by `app.conf.get` or by one of the functions that check it.
+NAMED = re.compile(r"(?:get|text|flag|seconds|seconds_or_none)\((?:app, )?\"(pglock_\w+)\"")
 
 SECRET = "hunter2"
 URL = f"postgresql://user:{SECRET}@127.0.0.1:1/shop"
@@ -76,6 +81,25 @@ def test_disabled_means_no_settings_and_no_database() -> None:
     assert task.delay(1).result == 2
 
 
+def test_bodies_find_a_hold_where_locks_are_disabled() -> None:
+    """What asks for its lock runs in a test as it does in a worker, but for what only PostgreSQL has."""
+    app = app_with(pglock_enabled=False, task_always_eager=True)
+    seen: list[Any] = []
+
+    @app.task(base=AdvisoryLockedTask, bind=True, shared=False, lock_name="deploy")
+    def task(self, again=False):
+        self.lock.check()
+        seen.append((self.lock.name, self.lock.lost))
+        for ask in (self.lock.fencing_token, lambda: self.lock.connection):
+            with pytest.raises(TypeError, match="where locks are disabled"):
+                ask()
+        return self(again=True) if not again else task.lock
+
+    assert task.delay().result is not None
+    assert seen == [("deploy", False), ("deploy", False)]
+    assert task.lock is None
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -98,6 +122,41 @@ def test_a_bad_setting_is_refused(setting: str, value: Any) -> None:
     """The refusal names the setting: a text "no" would read as True."""
     with pytest.raises(ImproperlyConfigured, match=setting):
         settings_of(app_with(**{"pglock_database_url": "", setting: value}))
+
+
+def configured(how: str, name: str) -> Celery:
+    app = Celery("shop", set_as_current=False)
+    if how == "conf":
+        app.conf[name] = "prod"
+    elif how == "dict":
+        app.config_from_object({name: "prod"})
+    else:
+        source = type("settings", (), {f"CELERY_{name.upper()}": "prod", "PGLOCK_OF_ANOTHER": 1})
+        app.config_from_object(source, namespace="CELERY")
+    app.conf.pglock_database_url = ""
+    return app
+
+
+@pytest.mark.parametrize("how", ["conf", "dict", "Django's"])
+def test_a_misspelt_setting_keeps_a_worker_from_starting(how: str) -> None:
+    """Two systems with "pglock_namspace" would share all their names."""
+    with pytest.raises(ImproperlyConfigured, match=r"pglock_namspace: did you mean pglock_namespace\?"):
+        fix_settings(configured(how, "pglock_namspace"))
+    app = configured(how, "pglock_namespace")
+    fix_settings(app)
+    assert settings_of(app).namespace == "prod"
+
+
+def test_a_misspelt_setting_keeps_a_beat_from_starting() -> None:
+    """A ledger that nobody writes would be missed when it is needed."""
+    with pytest.raises(ImproperlyConfigured, match="pglock_beat_ledger"):
+        beat_settings_of(app_with(pglock_beat_ledgr="celery_pglock_beat"))
+
+
+def test_every_setting_is_known_by_its_name() -> None:
+    """What the package reads is no misspelling."""
+    read = set(NAMED.findall(Path(config.__file__).read_text()))
+    assert read == set(config.SETTINGS)
 
 
 def test_the_namespace_is_part_of_every_name() -> None:
