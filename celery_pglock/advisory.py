@@ -108,7 +108,7 @@ def app_of_this_thread(*, sure: bool) -> Celery:
 
 def new_hold(settings: Settings | None, name: str | LockId, **options: object) -> Hold:
     if isinstance(name, LockId):
-        return Hold(name, **options)  # type: ignore[arg-type]
+        return Hold(name, settings=settings, **options)  # type: ignore[arg-type]
     if not isinstance(name, str) or not name:
         raise TypeError(f"a lock's name is a text or a LockId, not {name!r}")
     if settings is not None and name.startswith(f"{settings.namespace}:"):
@@ -117,7 +117,7 @@ def new_hold(settings: Settings | None, name: str | LockId, **options: object) -
             f" {name.removeprefix(f'{settings.namespace}:')!r}"
         )
     text = full_name(settings.namespace if settings is not None else "", name, None)
-    return Hold(id_of(text), text, **options)  # type: ignore[arg-type]
+    return Hold(id_of(text), text, settings=settings, **options)  # type: ignore[arg-type]
 
 
 def check_options(mode: str, limit: int, scope: str, min_hold: float | timedelta) -> None:

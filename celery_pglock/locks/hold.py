@@ -19,6 +19,7 @@ from typing import Any
 
 from .errors import LockDeadlock, LockLost
 from .keys import LockId
+from .settings import Settings
 
 __all__ = ["Hold", "covering", "current_lock", "enter", "leave"]
 
@@ -46,8 +47,11 @@ class Hold:
         shared: bool = False,
         limit: int = 1,
         min_hold: float = 0.0,
+        settings: Settings | None = None,
     ) -> None:
         self.id = id
+        #: Of the database that it lives in.
+        self._settings = settings
         self.shared = shared
         #: How many may hold it at once, each in a slot of its own.
         self.limit = limit
@@ -73,6 +77,13 @@ class Hold:
     @property
     def status(self) -> Status:
         return self._status
+
+    def is_about_the_same_as(self, other: Hold) -> bool:
+        """Whether both lock one id of one database: in another database it is another lock."""
+        if self.id != other.id:
+            return False
+        mine, its = self._settings, other._settings
+        return mine is its or (mine and mine.database_url) == (its and its.database_url)
 
     @property
     def lost(self) -> bool:
@@ -185,7 +196,7 @@ def covering(hold: Hold) -> Hold | None:
     Raises `LockDeadlock` for one that would wait for the code's own.
     """
     for outer in _context.get():
-        if outer.id == hold.id and outer.status is outer.Status.HELD:
+        if outer.is_about_the_same_as(hold) and outer.status is outer.Status.HELD:
             if outer.shared and not hold.shared:
                 raise LockDeadlock(
                     f"an exclusive lock {hold.label!r} inside of its own shared one would wait for itself"

@@ -38,6 +38,7 @@ from celery_pglock.locks.session import Session
 from celery_pglock.locks.settings import Settings
 from integration.judge import Judge, eventually
 from integration.rivals import in_thread, wait_until_waiting
+from localservers import PostgreSQL
 
 DEPLOY = id_of("celery:deploy")
 
@@ -274,6 +275,14 @@ def test_another_thread_never_locks_under_another_namespace(
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert printed in done.stdout, done
+
+
+def test_a_name_in_another_database_is_another_lock(judge: Judge, postgres: PostgreSQL, dsn: str) -> None:
+    """One maintenance lock over all shards: the hold in one of them covers no block in the next."""
+    other = postgres.url()
+    with advisory_lock("maintenance", database_url=dsn), advisory_lock("maintenance", database_url=other):
+        holders = "SELECT count(DISTINCT database) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+        assert judge.observer.execute(holders).fetchone() == (2,)
 
 
 def test_a_name_with_its_namespace_is_refused(app: Celery) -> None:
