@@ -24,10 +24,10 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded, TaskPredica
 from . import signals
 from .config import ledger_of
 from .delivery import HEADER, SLOT_HEADER, Attempts, finished_before, generation
-from .locks.errors import LockError, LockUnavailable
+from .locks.errors import LockError, LockLost, LockUnavailable
 from .locks.hold import Hold, covering, enter, leave
 from .locks.interrupt import Interrupt, LockInterrupt
-from .locks.keeper import keeper_for, scribe_for
+from .locks.keeper import OWED_WITHIN, keeper_for, scribe_for
 from .locks.keys import LockId, id_of
 from .locks.ledger import Ledger
 from .locks.requests import Acquire, Answer
@@ -74,7 +74,8 @@ class Execution:
         self.seconds_in_queue = 0.0
         #: Among those who wait, while it does.
         self._place: Hold | None = None
-        self._started = False
+        #: Whether the lock was told of, and whether the body was reached.
+        self._started = self.began = False
         self._over = False
         self._interrupt: Interrupt | None = None
         self._goes_on = options.on_lost == "continue"
@@ -141,7 +142,8 @@ class Execution:
         # nothing to be kept apart from.
         self._end(success=error is None, linger=self._started and not self._has_successor)
         self.clean_up()
-        if not self._goes_on:
+        # A body that did not begin lost nothing with its lock.
+        if self.began and not self._goes_on:
             self.hold.check_after(error)
 
     def _end(self, *, success: bool, linger: bool) -> None:
@@ -172,6 +174,11 @@ class Execution:
     def acquire(self) -> Acquire:
         """Ask for the lock, and tell what came of it."""
         asked = self.scope.acquire(self.hold, self.identity)
+        if asked.answer is Answer.SAME_EXECUTION:
+            # A task id may be used again as soon as its result is there, and its identity is let go a moment
+            # later.
+            time.sleep(2 * OWED_WITHIN)
+            asked = self.scope.acquire(self.hold, self.identity)
         if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
             asked = self._wait()
         if self.attempts.redelivered and asked.answer in (Answer.GRANTED, Answer.CONFLICT):
@@ -253,16 +260,17 @@ class Execution:
 
         One that is meant for an outer execution passes.
         """
-        if not isinstance(error, LockInterrupt):
-            return error
         self.clean_up()
-        return self.hold.loss() if self.hold.lost else error
+        return self.hold.loss() if self.hold.lost and isinstance(error, LockInterrupt) else error
 
     def runs_again_after(self, error: BaseException) -> bool:
         """Whether an execution that ended with this error lost its lock, and is to be published again.
 
-        Not one that has published its own successor, or wants none, or whose body gave the lock away.
+        Not one that has published its own successor, or wants none, or whose body gave the lock away. Where
+        the body did not begin nothing was done, and it always does.
         """
+        if not self.began:
+            return self.hold.lost and isinstance(error, LockLost)
         if self.options.on_lost != "retry" or not self.hold.lost or self.hold.lost_by_body:
             return False
         return not self._has_successor and not isinstance(error, (TaskPredicate, SoftTimeLimitExceeded))
@@ -333,16 +341,24 @@ class Execution:
         }
 
 
-def hold_for(options: LockOptions, namespace: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hold:
+def hold_for(options: LockOptions, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hold:
     """Return what one call is to hold. Raises `LockKeyError`."""
-    name = options.named(namespace, args, kwargs)
+    name = options.named(settings.namespace, args, kwargs)
     if isinstance(name, LockId):
         id, text, label = name, None, repr(name)
     else:
         id, text, label = id_of(name), name, name
     if options.private:
-        label = f"{namespace}:{options.lock_name} ({id[0]})"
-    return Hold(id, text, label=label, shared=options.shared, limit=options.limit, min_hold=options.min_hold)
+        label = f"{settings.namespace}:{options.lock_name} ({id[0]})"
+    return Hold(
+        id,
+        text,
+        label=label,
+        shared=options.shared,
+        limit=options.limit,
+        min_hold=options.min_hold,
+        settings=settings,
+    )
 
 
 @contextmanager

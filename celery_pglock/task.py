@@ -102,7 +102,7 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
         if settings is None:
             with unlocked(options):
                 return self._body(request, *args, **kwargs)
-        hold = hold_for(options, settings.namespace, args, kwargs)
+        hold = hold_for(options, settings, args, kwargs)
         execution = Execution(self, request, options, settings, hold)
         if execution.has_the_hold_already:
             with execution.under_way():
@@ -112,6 +112,7 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
                 asked = execution.acquire()
                 if asked.answer is Answer.GRANTED:
                     with execution.interruptible():
+                        execution.began = True
                         return self._body(request, *args, **kwargs)
         except (Exception, LockInterrupt) as raised:
             error = execution.ending(raised)

@@ -46,7 +46,7 @@ from .settings import Settings
 from .sql import DRAW
 from .watch import Watch
 
-__all__ = ["Keeper", "close_all", "keeper_for", "scribe_for"]
+__all__ = ["OWED_WITHIN", "Keeper", "close_all", "keeper_for", "scribe_for"]
 
 #: Seconds that an owed unlock waits for a statement to ride on.
 OWED_WITHIN = 0.2

@@ -50,6 +50,16 @@ def test_message_that_was_published_twice_runs_once(fleet: Fleet, task: str) -> 
     assert result.get() == "a"
 
 
+@pytest.mark.parametrize("task", ["skip", "late_skip"])
+def test_task_id_can_be_used_again_once_its_result_is_there(fleet: Fleet, task: str) -> None:
+    """A nightly job has one id for each day: what is asked for again is no second delivery."""
+    fleet.worker("prefork", 2)
+    for day in map(str, range(10)):
+        fleet.signature(task, "a").apply_async(task_id=day).get(timeout=10)
+        fleet.signature(task, "a").apply_async(task_id=day)
+        fleet.wait(lambda day=day: len(fleet.history.runs(task_id=day)) == 2, f"two bodies of {day}")
+
+
 def test_message_that_was_published_twice_runs_twice_without_locks(make_fleet: FleetMaker) -> None:
     """The control: with the locks off both bodies run at one time."""
     fleet = make_fleet(pglock_enabled=False)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.app.trace import build_tracer
+from celery.signals import before_task_publish
 
 from celery_pglock import (
     AdvisoryLockedTask,
@@ -21,6 +23,7 @@ from celery_pglock import (
     lock_lost,
     lock_released,
 )
+from celery_pglock.execution import settle
 from celery_pglock.locks.keys import id_of
 from integration.judge import Judge, eventually
 
@@ -139,6 +142,36 @@ def test_a_lost_lock_is_told_as_lost_and_not_as_released(
     (warning,) = [record for record in lines(caplog) if record.levelno >= logging.WARNING]
     assert warning.levelno == logging.WARNING
     assert "'celery:f' was lost" in warning.getMessage()
+
+
+def test_a_body_that_did_not_begin_runs_again(app: Celery, judge: Judge, heard: Heard) -> None:
+    """Nothing was done under a lock that was lost before it, so nothing has failed."""
+    published, ran = [], []
+
+    def publish(headers: dict[str, Any], **_: Any) -> None:
+        published.append(headers)
+
+    def lose(lock: Hold, **_: Any) -> None:
+        judge.end(judge.holder(lock.id))
+        eventually(lambda: lock.lost, "the loss was not noticed", within=1)
+
+    @app.task(base=AdvisoryLockedTask, name="f", lock_key=[], shared=False)
+    def task():
+        ran.append(1)
+
+    app.conf.task_always_eager = False
+    before_task_publish.connect(publish)
+    lock_acquired.connect(lose)
+    try:
+        request = {"id": "one", "task": "f", "retries": 0, "called_directly": False, "headers": {}}
+        outcome = build_tracer("f", task, app=app)("one", (), {}, {**request, "delivery_info": {}})
+    finally:
+        lock_acquired.disconnect(lose)
+        before_task_publish.disconnect(publish)
+    assert outcome.info.state == "RETRY"
+    assert [headers["pglock"]["failures"] for headers in published] == [1]
+    assert not ran
+    settle("one")
 
 
 def test_an_error_in_a_receiver_changes_nothing(f: Any, judge: Judge) -> None:

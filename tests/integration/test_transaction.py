@@ -17,6 +17,7 @@ import pytest
 from celery import Celery
 from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.signals import before_task_publish
 from psycopg.rows import dict_row
 from psycopg.types.numeric import IntLoader
 
@@ -88,6 +89,19 @@ def throw(error: BaseException) -> None:
     raise error
 
 
+@pytest.fixture
+def published() -> Iterator[list[dict[str, Any]]]:
+    """The headers of all messages that are published, and reach nobody."""
+    published: list[dict[str, Any]] = []
+
+    def receive(headers: dict[str, Any], **_: Any) -> None:
+        published.append(headers)
+
+    before_task_publish.connect(receive)
+    yield published
+    before_task_publish.disconnect(receive)
+
+
 def delivered(task: Any, id: str = "one", *, redelivered: bool = False) -> None:
     """Do what a worker does with a message."""
     request = {"id": id, "task": task.name, "retries": 0, "called_directly": False, "headers": {}}
@@ -97,6 +111,26 @@ def delivered(task: Any, id: str = "one", *, redelivered: bool = False) -> None:
 
 
 # How it ends.
+
+
+def test_what_runs_again_after_a_lost_commit_counts_its_tries(
+    app: Celery, observer: psycopg.Connection, rows: Rows, published: list[dict[str, Any]]
+) -> None:
+    """Else it comes back every second for as long as commits fail."""
+    observer.execute(
+        "CREATE OR REPLACE FUNCTION farewell() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(1); RETURN NULL; END $$"
+    )
+    observer.execute(
+        "CREATE CONSTRAINT TRIGGER farewell AFTER INSERT ON written DEFERRABLE INITIALLY DEFERRED"
+        " FOR EACH ROW EXECUTE FUNCTION farewell()"
+    )
+    app.conf.task_always_eager = False
+    try:
+        delivered(task(app, lambda: "done", lock_on_lost="retry"))
+    finally:
+        observer.execute("DROP TRIGGER farewell ON written")
+    assert [headers["pglock"]["failures"] for headers in published] == [1]
 
 
 def test_success_commits(app: Celery, judge: Judge, rows: Rows) -> None:
