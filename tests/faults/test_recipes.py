@@ -40,6 +40,7 @@ LEADER = block(WAYS, "A leader", "python")
 FENCING = block(WAYS, "Late writers", "sql")
 ID = block("docs/names.md", "Names and keys", "sql")
 FRAMEWORK = block("docs/operations.md", "Frameworks that wrap `__call__`", "python")
+TESTS = block("docs/operations.md", "Tests of your own", "python")
 BEATS = block(BEAT, "Many beats, one sender", "console")
 LEDGER = block(BEAT, "The ledger", "sql")
 ENTRY = block(BEAT, "A task that still runs when its next slot is due", "python")
@@ -427,6 +428,22 @@ def test_a_class_that_wraps_calls_goes_behind_the_lock(project: Project) -> None
         project, "python flask_app.py"
     )
 
+
+@pytest.mark.parametrize("fixture", [TESTS.text, TESTS.text.replace("enabled = False", "enabled = True")])
+def test_tests_of_ones_own_need_no_database(project: Project, fixture: str) -> None:
+    """Neither an execution nor its hold asks PostgreSQL."""
+    project.write("shop.py", APP.text.replace("///shop", "//nowhere.invalid/shop"))
+    project.write("test_shop.py", f"{fixture}\n{TEST}")
+    passed = "1 passed" in output(project, "python -m pytest -p no:cacheprovider test_shop.py || true")
+    assert passed == (fixture == TESTS.text)
+
+
+TEST = """
+from shop import train
+
+def test_train():
+    assert train.apply((42,)).state == "SUCCESS"
+"""
 
 FLASK = """
 from contextlib import contextmanager
