@@ -18,9 +18,11 @@ def name_this_process(name: str) -> None:
 
 
 def application_name() -> str:
-    # PostgreSQL cuts it at 63 bytes: the process id must not be what is lost.
+    # PostgreSQL cuts it at 63 bytes: the process id must not be what is lost. What is not ASCII it shows as a
+    # question mark or, since 16, as four characters for each byte.
     pid = str(os.getpid())
-    return f"pglock {_name[: 55 - len(pid)]} {pid}"
+    name = _name.encode("ascii", "replace").decode()
+    return f"pglock {name[: 55 - len(pid)]} {pid}"
 
 
 def serve_one_at_a_time() -> None:

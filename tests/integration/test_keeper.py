@@ -137,17 +137,18 @@ def test_the_id_of_a_name_is_the_one_that_sql_computes(observer: psycopg.Connect
     assert min(ids) < (0,) < max(ids)
 
 
+@pytest.mark.parametrize(("host", "shown"), [("host", "host"), ("größe", "gr??e")], ids=["ascii", "other"])
 def test_application_name_says_whose_session_it_is(
-    keeper: Keeper, judge: Judge, monkeypatch: pytest.MonkeyPatch
+    keeper: Keeper, judge: Judge, monkeypatch: pytest.MonkeyPatch, host: str, shown: str
 ) -> None:
-    """The worker's name and the process id, cut so that the id stays."""
+    """The worker's name and the process id, cut so that the id stays, in whatever letters."""
     monkeypatch.setattr("celery_pglock.locks.process._name", "")
-    name_this_process("celery@" + "host" * 30)
+    name_this_process("celery@" + host * 30)
     hold = acquired(keeper)
     (row,) = judge.observer.execute(
         "SELECT application_name FROM pg_stat_activity WHERE pid = %s", [judge.holder(ID)]
     )
-    assert row[0].startswith("pglock celery@hosthost")
+    assert row[0].startswith(f"pglock celery@{shown}{shown}")
     assert row[0].endswith(f" {os.getpid()}")
     keeper.release(hold)
 
