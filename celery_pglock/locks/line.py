@@ -128,7 +128,8 @@ def warm_line(settings: Settings) -> Line | None:
     while _warm:
         with suppress(IndexError):
             line = _warm.pop()
-            if line.settings == settings and not line.connection.closed and not line.may_lead_elsewhere:
+            ended = line.ended or line.connection.closed
+            if line.settings == settings and not ended and not line.may_lead_elsewhere:
                 return line
             line.close()
     return None
@@ -165,11 +166,17 @@ def disown_all() -> None:
 
 def ask_once(settings: Settings, question: str) -> bytes | None:
     """Ask for one value, in no transaction. Raises `LockUnavailable` and `LockSetupError`."""
-    line = warm_line(settings) or Line(settings)
+    warm = warm_line(settings)
+    line = warm or Line(settings)
     try:
         answer = line.ask(RESET, question)[0][0]
     except psycopg.Error as exc:
+        # A warm one may have ended while nobody used it: that costs nothing. On a silent network a second
+        # try would be as long.
+        again = warm is not None and line.is_gone_by(exc) and not line.was_cut
         line.close()
+        if again:
+            return ask_once(settings, question)
         raise LockUnavailable(reason_of(exc)) from exc
     except BaseException:
         line.close()

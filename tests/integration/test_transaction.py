@@ -32,6 +32,7 @@ from celery_pglock import (
     is_skipped,
     lock_lost,
 )
+from celery_pglock.locks import line
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import close_all, keeper_for
 from celery_pglock.locks.requests import Answer
@@ -395,6 +396,23 @@ def test_a_fencing_token_is_drawn_under_the_lock(dsn: str) -> None:
         with advisory_lock(ID, scope="transaction", database_url=dsn) as lock:
             tokens.append(lock.fencing_token())
     assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "unseen"])
+def test_a_fencing_token_needs_no_warm_connection(dsn: str, judge: Judge, is_seen: bool) -> None:
+    """One that was ended while nobody used it costs a holder nothing, whether or not the watch saw it."""
+    with advisory_lock(ID, scope="transaction", database_url=dsn) as lock:
+        with advisory_lock("other", scope="transaction", database_url=dsn):
+            pass
+        (warm,) = line._warm
+        if not is_seen:
+            warm.watch.look_away()
+        judge.end(warm.connection.info.backend_pid)
+        if is_seen:
+            eventually(lambda: warm.ended, "the watch sees it")
+            assert line.warm_line(warm.settings) is None
+        assert lock.fencing_token() > 0
+        assert warm.connection.closed
 
 
 def test_a_failed_transaction_has_no_fencing_token(dsn: str) -> None:
