@@ -9,8 +9,8 @@ Facts that shaped it:
   `LockLost` before it leaves, and disarming starts anew when it is interrupted itself.
 - A signal reaches what sleeps or waits in a system call. Only the main thread gets one. An exception that
   is set on another thread waits for its next bytecode.
-- SIGUSR2 ends a process that has no handler for it. Ours is installed by the first body and stays: a signal
-  may be on its way still when the body is over.
+- SIGUSR2 ends a process that has no handler for it. Ours is installed by a body that finds another one, and
+  stays: a signal may be on its way still when the body is over.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from .hold import Hold
 from .native import is_patched_by
@@ -126,8 +126,8 @@ def way_into_this_code() -> tuple[Throw, Recall]:
     if is_patched_by("eventlet"):
         return way_into_eventlet(), nothing
     if threading.current_thread() is threading.main_thread():
-        handler.install()
-        return handler.throw, nothing
+        take_signal_over()
+        return wake_main_thread, nothing
     return way_into_thread(threading.get_ident())
 
 
@@ -135,33 +135,41 @@ def way_into_this_code() -> tuple[Throw, Recall]:
 
 
 class Handler:
-    """Handles the signal: raises in a body that is to stop, and leaves all else to who was there before."""
+    """Handles the signal: raises in a body that is to stop, and leaves all else to who was there before.
 
-    def __init__(self) -> None:
-        self.stopped: list[Interrupt] = []
-        self.previous: Any = None
-        self.installed = False
+    One for each time that the signal is taken over: who chains to one of ours never comes back to himself.
+    """
 
-    def install(self) -> None:
-        """Take the signal over, once: not before a body runs, since billiard resets signals at its start."""
-        if not self.installed:
-            self.previous = signal.signal(SIGNAL, self)
-            self.installed = True
+    #: Whom the next signal is for.
+    stopped: ClassVar[list[Interrupt]] = []
 
-    def throw(self, interrupt: Interrupt) -> None:
-        """Wake the main thread, wherever it waits."""
-        self.stopped.append(interrupt)
-        signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+    def __init__(self, previous: Any) -> None:
+        self._previous = previous
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        stopped, self.stopped = self.stopped, []
+        stopped, Handler.stopped = Handler.stopped, []
         if any(interrupt.due for interrupt in stopped):
             raise LockInterrupt
-        if not stopped and callable(self.previous):
-            self.previous(number, frame)
+        if not stopped and callable(self._previous):
+            self._previous(number, frame)
 
 
-handler = Handler()
+def take_signal_over() -> None:
+    """Handle the signal from now on, whoever took it since the last body.
+
+    Not before a body runs: billiard resets signals at the start of a child. What was not set by Python
+    (`faulthandler.register`) can't be seen: before the first body it is replaced, and one that comes later
+    without ``chain=True`` keeps bodies from being stopped.
+    """
+    current = signal.getsignal(SIGNAL)
+    if not isinstance(current, Handler):
+        signal.signal(SIGNAL, Handler(current))
+
+
+def wake_main_thread(interrupt: Interrupt) -> None:
+    """Send the signal to the main thread, wherever it waits."""
+    Handler.stopped.append(interrupt)
+    signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 
 # Another thread: an exception at its next bytecode.

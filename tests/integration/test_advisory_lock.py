@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import psycopg
 import pytest
@@ -372,6 +374,43 @@ def test_a_loss_interrupts_a_block_that_wants_it(dsn: str, judge: Judge, scope: 
             time.sleep(seconds)
         assert time.monotonic() - since < 2 if abort else time.monotonic() - since >= 0.6
         eventually(lambda: not judge.held(), "the lock is left", within=2)
+
+
+@pytest.fixture
+def _signal_is_put_back() -> Iterator[None]:
+    previous = signal.getsignal(signal.SIGUSR2)
+    yield
+    signal.signal(signal.SIGUSR2, previous)
+
+
+@pytest.mark.usefixtures("_signal_is_put_back")
+@pytest.mark.parametrize("chains", [False, True])
+def test_a_loss_interrupts_a_block_whoever_took_the_signal(dsn: str, judge: Judge, chains: bool) -> None:
+    """A profiler or a debugger, since the last block. What is sent to it still reaches it, and once."""
+    told = []
+    signal.signal(signal.SIGUSR2, lambda *_: told.append("first"))
+    with advisory_lock("deploy", abort=True, database_url=dsn):
+        ours = signal.getsignal(signal.SIGUSR2)
+
+    def second(number: int, frame: FrameType | None) -> None:
+        told.append("second")
+        if chains:
+            ours(number, frame)
+
+    signal.signal(signal.SIGUSR2, second)
+    since = time.monotonic()
+    with pytest.raises(LockLost), advisory_lock("deploy", abort=True, database_url=dsn):  # noqa: PT012
+        pid = judge.holder(DEPLOY)
+        in_thread(lambda: end(dsn, pid))
+        time.sleep(20)
+    assert time.monotonic() - since < 2
+    assert told == []
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert told == (["second", "first"] if chains else ["second"])
+    # It goes, and puts back what it has found.
+    signal.signal(signal.SIGUSR2, ours)
+    with advisory_lock("deploy", abort=True, database_url=dsn):
+        assert signal.getsignal(signal.SIGUSR2) is ours
 
 
 def end(dsn: str, pid: int) -> None:

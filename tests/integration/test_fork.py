@@ -6,14 +6,16 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 
 import pytest
+from billiard.common import reset_signals
 from celery import Celery
 
-from celery_pglock import AdvisoryLockedTask, LockId
+from celery_pglock import AdvisoryLockedTask, LockId, LockLost, advisory_lock
 from celery_pglock.config import settings_of
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
@@ -210,3 +212,20 @@ def test_a_keeper_of_before_the_fork_begins_anew(keeper: Keeper, hold: Hold, jud
     assert in_child(child) == 0
     assert not hold.lost
     keeper.release(hold)
+
+
+def test_a_child_whose_signals_were_reset_is_stopped_by_a_loss(app: Celery, judge: Judge) -> None:
+    """As billiard resets them at the start of a worker's child, where its parent had a block before."""
+    url = app.conf.pglock_database_url
+    with advisory_lock(ID, abort=True, database_url=url):
+        pass
+
+    def child() -> None:
+        reset_signals(full=True)
+        own = judge_in_child(app)
+        with pytest.raises(LockLost), advisory_lock(ID, abort=True, database_url=url):  # noqa: PT012
+            own.end(own.holder(ID))
+            time.sleep(5)
+            raise AssertionError("nothing stopped it")
+
+    assert in_child(child) == 0
