@@ -18,6 +18,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from .errors import LockError, LockSetupError, LockUnavailable
@@ -414,11 +415,14 @@ def close_all() -> None:
 
 def _disown_all() -> None:
     global _keepers, _scribes, _opening
-    for keeper in [*_keepers.values(), *_scribes.values(), *_alone]:
-        keeper.disown()
-    disown_all()
+    keepers = [*_keepers.values(), *_scribes.values(), *_alone]
     _keepers, _scribes, _opening = {}, {}, threading.Lock()
     _alone.clear()
+    # One that fails is told by Python, and keeps no other from its turn.
+    with ExitStack() as all_of_them:
+        all_of_them.callback(disown_all)
+        for keeper in keepers:
+            all_of_them.callback(keeper.disown)
 
 
 os.register_at_fork(after_in_child=_disown_all)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import psycopg
 
@@ -96,6 +96,13 @@ class Line:
         self.watch.stop()
         self.connection.close()
 
+    def disown(self) -> None:
+        """Give the connection up in a forked child, where nothing is held."""
+        disown(self.connection)
+        if self.hold is not None:
+            self.hold._lost("its process was forked")
+        self.watch.disown()
+
     def _on_end(self, _: object) -> None:
         self.ended = True
         if self.hold is not None:
@@ -155,13 +162,12 @@ def close_warm() -> None:
 
 def disown_all() -> None:
     """Give up what a forked child has inherited."""
-    for line in _lines:
-        line.watch.disown()
-        disown(line.connection)
-        if line.hold is not None:
-            line.hold._lost("its process was forked")
+    lines = list(_lines)
     _lines.clear()
     _warm.clear()
+    with ExitStack() as all_of_them:
+        for line in lines:
+            all_of_them.callback(line.disown)
 
 
 def ask_once(settings: Settings, question: str) -> bytes | None:

@@ -304,9 +304,15 @@ def disown(connection: Connection) -> None:
     """
     if connection.closed:
         return
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, connection.fileno())
-    os.close(null)
+    number = connection.fileno()
+    with suppress(OSError):
+        # First of all: at the limit of open files nothing else can be opened before.
+        os.close(number)
+        # libpq says goodbye to that number, and closes it: it must be nobody else's by then.
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
     connection.close()
 
 

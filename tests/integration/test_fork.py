@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import pytest
 from billiard.common import reset_signals
@@ -18,8 +22,9 @@ from celery import Celery
 from celery_pglock import AdvisoryLockedTask, LockId, LockLost, advisory_lock
 from celery_pglock.config import settings_of
 from celery_pglock.locks.hold import Hold
-from celery_pglock.locks.keeper import Keeper, keeper_for
+from celery_pglock.locks.keeper import Keeper, keeper_for, scribe_for
 from celery_pglock.locks.session import Answer
+from celery_pglock.locks.transaction import Transaction
 from integration.judge import Judge, eventually
 
 ID, OTHER = LockId(1), LockId(2)
@@ -46,6 +51,31 @@ def in_child(function: Callable[[], None]) -> int:
         sys.stderr.flush()
     finally:
         os._exit(status)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[Callable[[], None]]:
+    """Bring the process to its limit of open files. The function brings it back, in a child as well.
+
+    Itself a child: a number that another thread waits for in ``accept()`` would be free in the next one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+
+    def give_back() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        while taken:
+            os.close(taken.pop())
+
+    highest = max(int(number.name) for number in Path("/dev/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield give_back
+    finally:
+        give_back()
 
 
 @pytest.fixture
@@ -140,14 +170,20 @@ def judge_in_child(app: Celery) -> Judge:
     return Judge(psycopg.connect(app.conf.pglock_database_url, autocommit=True))
 
 
-def test_a_child_does_not_keep_the_lock_of_a_dead_parent(app: Celery, judge: Judge) -> None:
-    """A grandchild that lives on holds no descriptor of the socket."""
+@pytest.mark.parametrize("limit", [nullcontext, no_descriptor_left], ids=["", "at the limit"])
+@pytest.mark.parametrize("scope", ["session", "transaction"])
+def test_a_child_does_not_keep_the_lock_of_a_dead_parent(
+    app: Celery, judge: Judge, scope: str, limit: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """A grandchild that lives on holds no descriptor of the socket, wherever it could open none either."""
     ready, ready_for_parent = os.pipe()
 
     def parent() -> None:
-        keeper = keeper_for(settings_of(app))
-        assert keeper.acquire(Hold(ID)).answer is Answer.GRANTED
-        grandchild = os.fork()
+        settings = settings_of(app)
+        holder = keeper_for(settings) if scope == "session" else Transaction(settings)
+        assert holder.acquire(Hold(ID)).answer is Answer.GRANTED
+        with limit():
+            grandchild = os.fork()
         if not grandchild:
             signal.pause()
         os.write(ready_for_parent, grandchild.to_bytes(4, "big"))
@@ -211,6 +247,57 @@ def test_a_keeper_of_before_the_fork_begins_anew(keeper: Keeper, hold: Hold, jud
 
     assert in_child(child) == 0
     assert not hold.lost
+    keeper.release(hold)
+
+
+def test_a_fork_at_the_limit_of_open_files_begins_anew(app: Celery, judge: Judge) -> None:
+    """Nothing has to be opened for what is given up: the child's own hold is acquired, and watched."""
+
+    def parent() -> None:
+        keeper, hold, other = keeper_for(settings_of(app)), Hold(ID), Hold(OTHER)
+        assert keeper.acquire(hold).answer is Answer.GRANTED
+
+        def child() -> None:
+            give_back()
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            own = judge_in_child(app)
+            assert keeper.acquire(other).answer is Answer.GRANTED
+            own.end(own.holder(OTHER))
+            eventually(lambda: other.lost, "nobody watches", within=5)
+            assert own.held() == {ID}
+
+        with no_descriptor_left() as give_back:
+            assert in_child(child) == 0
+        assert not hold.lost
+
+    assert in_child(parent) == 0
+
+
+def test_what_can_not_be_given_up_keeps_nothing_else(
+    app: Celery, keeper: Keeper, hold: Hold, judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the others is given up, and nobody in the child meets any of them again."""
+    settings = settings_of(app)
+    hold.fencing_token()
+    scribe = scribe_for(settings, "tokens")
+    inherited, transaction = Hold(OTHER), Transaction(settings)
+    transaction.acquire(inherited)
+
+    def fail() -> None:
+        raise OSError("it can not")
+
+    def child() -> None:
+        assert scribe._session is None
+        assert inherited.lost
+        assert keeper_for(settings) is not keeper
+        assert keeper_for(settings).acquire(Hold(ID)).answer is Answer.CONFLICT
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "disown", fail)
+        assert in_child(child) == 0
+    assert [hold.lost, inherited.lost] == [False, False]
+    transaction.release(inherited)
     keeper.release(hold)
 
 
