@@ -55,6 +55,9 @@ OWED_WITHIN = 0.2
 #: What a session is opened for. What it is to release is free where there is none.
 NEED_A_SESSION = (Acquire, FindHolder, Statement)
 
+#: Why who interrupts the code that talks to the session gets nothing of it.
+ASKED_INSIDE = "a signal handler or a __del__ asked for it inside of another statement on the same session"
+
 #: Seconds between two looks at a hold of our own session that stands in the way of a wait.
 WAIT_FOR_OURSELVES = 0.05
 
@@ -228,9 +231,12 @@ class Keeper:
 
     def _ask(self, request: Request) -> None:
         # Garbage is collected in our own work, and a block that it held gives its lock back: who would wait
-        # here would wait for himself.
+        # here would wait for himself. For a lock the answer would come when nobody is left to give it back.
         if self._statement._is_owned() or self._owner.ident == threading.get_ident():
-            self._owner.post(request)
+            if isinstance(request, Release):
+                self._owner.post(request)
+            else:
+                refuse([request], LockUnavailable(ASKED_INSIDE))
         elif self._asks_in_place:
             self._answer([request])
         else:

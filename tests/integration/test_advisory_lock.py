@@ -36,6 +36,7 @@ from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.keys import id_of
 from celery_pglock.locks.owner import Owner
+from celery_pglock.locks.requests import FindHolder
 from celery_pglock.locks.session import Session
 from celery_pglock.locks.settings import Settings
 from integration.judge import Judge, eventually
@@ -202,6 +203,41 @@ def test_a_block_that_is_collected_as_garbage_waits_for_nobody(
     finally:
         gc.enable()
     assert any(collected)
+
+
+@pytest.mark.parametrize("wait", [0, 5])
+def test_a_block_inside_of_a_statement_is_refused_and_locks_nothing(
+    dsn: str, judge: Judge, way: str, wait: float
+) -> None:
+    """A signal handler may come while its own thread stands in the queue, and is told at once."""
+    if way == "owner":
+        pytest.skip("the owner's thread gets no signal")
+    refusals: list[LockUnavailable] = []
+
+    def handle(*_: object) -> None:
+        since = time.monotonic()
+        with pytest.raises(LockUnavailable) as refusal, advisory_lock("deploy", wait, database_url=dsn):
+            pass
+        assert time.monotonic() - since < 1
+        refusals.append(refusal.value)
+
+    judge.take(LockId(5))
+    previous = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(LockNotAcquired), advisory_lock(LockId(5), 1, database_url=dsn):
+            pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    # Answered behind all else that was left to the owner.
+    keeper_for(Settings(dsn))._owner.ask(FindHolder(DEPLOY))
+    judge.give_back()
+    assert judge.held() == set()
+    (refusal,) = refusals
+    assert "signal handler" in str(refusal)
+    with advisory_lock("deploy", database_url=dsn):
+        assert judge.held() == {DEPLOY}
 
 
 # Whose settings.
