@@ -259,15 +259,9 @@ class Keeper:
                 raise
 
     def _answer_batch(self, requests: Sequence[Request]) -> None:
-        session = self._session
         try:
             self._perform(requests)
-        except SessionBroken as exc:
-            # On a silent network a second try would have everybody wait for nothing.
-            is_silent = session is not None and session.given_up_at is not None
-            if is_silent or not self._asks_anew:
-                refuse(requests, LockUnavailable(str(exc)))
-                return
+        except SessionBroken:
             # A server restart between two tasks costs nothing. Releases need no second try: what the
             # broken session held is free.
             self._perform_anew([request for request in requests if isinstance(request, Acquire)])
@@ -305,11 +299,13 @@ class Keeper:
             session.perform(requests)
         except SessionBroken as exc:
             self._drop_session(str(exc))
-            raise
+            # On a silent network a second try would have everybody wait for nothing.
+            if session.given_up_at is None and self._asks_anew:
+                raise
+            refuse(requests, LockUnavailable(str(exc)))
         except LockSetupError as exc:
             self._drop_session(str(exc))
             refuse(requests, exc)
-            return
         except LockError as exc:
             if len(requests) <= 1:
                 refuse(requests, exc)

@@ -13,6 +13,7 @@ It does not know threads: exactly one caller at a time, see `keeper`.
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -90,7 +91,8 @@ class Session:
         self._owed: list[Hold] = []
         self._prepared: dict[str, bytes] = {}
         self._sent_at: float | None = None
-        self._in_queue = False
+        #: Until when the statement under way may stand in the queue; 0 for one that does not.
+        self._queues_until = 0.0
         self._answered_at = time.monotonic()
         #: When it last answered more than a sign of life.
         self._worked_at = self._answered_at
@@ -151,9 +153,13 @@ class Session:
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the question that is not answered yet was sent; 0 where there is none, or a queue."""
-        sent_at = self._sent_at
-        return 0.0 if sent_at is None or self._in_queue else time.monotonic() - sent_at
+        """Seconds since the question that is not answered yet was sent; 0 where there is none.
+
+        In the queue they count from the moment when the wait's time is up, since it is silent until then.
+        """
+        # In this order: a wait that ends meanwhile must not pass for a question that was sent long ago.
+        queues_until, sent_at = self._queues_until, self._sent_at
+        return 0.0 if sent_at is None else max(0.0, time.monotonic() - max(sent_at, queues_until))
 
     def has_an_answer(self) -> bool:
         """Whether an answer lies in the socket: then it is this process that stands still, and no network."""
@@ -234,7 +240,7 @@ class Session:
         False where nothing else is, where the interrupt came elsewhere than in the queue, and where
         PostgreSQL does not answer at once: then what it has granted is unknown.
         """
-        in_queue = self._in_queue and self._sent_at is not None
+        in_queue = self._queues_until and self._sent_at is not None
         if not in_queue or not self.holds_something or self._connection.closed:
             return False
         try:
@@ -242,7 +248,7 @@ class Session:
                 cancel(self._connection, TAKEN_BACK_WITHIN)
             if not take_answer(self._connection, TAKEN_BACK_WITHIN):
                 return False
-            self._in_queue = False
+            self._queues_until = 0.0
             self._recover()
         except (psycopg.Error, SessionBroken):
             return False
@@ -424,14 +430,14 @@ class Session:
         """Answer an `Acquire` that waits: PostgreSQL's own queue, first come, first served."""
         # What is owed is another statement's, so that an interrupt finds nothing but the wait in this one.
         self._ask([])
-        self._in_queue = True
+        self._queues_until = math.inf if request.wait is None else time.monotonic() + request.wait
         try:
             # Two statements at once are one transaction: the limit ends with it.
             self._ask([request], before=f"SET LOCAL lock_timeout = {milliseconds(request.wait)}; ")
         except (LockError, SessionBroken):
-            self._in_queue = False
+            self._queues_until = 0.0
             raise
-        self._in_queue = False
+        self._queues_until = 0.0
 
     def _query(
         self, text: str, values: Sequence[object] = (), *, again: bool = False

@@ -32,6 +32,7 @@ from celery_pglock.execution import Execution, settle
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.requests import Answer, Statement
+from faults.proxy import Proxy
 from integration.judge import Judge, eventually
 from integration.rivals import (
     Stopped,
@@ -44,6 +45,7 @@ from integration.rivals import (
     wait_until_waiting,
     waiting,
 )
+from localservers import PostgreSQL
 
 ID, OTHER = LockId(11), LockId(12)
 
@@ -400,6 +402,41 @@ def test_a_waiter_whose_session_is_ended_waits_on(keeper: Keeper, judge: Judge) 
     hold, holder = is_over(waiter)
     assert judge.held() == {ID}
     holder.release(hold)
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_bounded_wait_ends_on_a_network_that_falls_silent(
+    new_keeper: NewKeeper, judge: Judge, postgres: PostgreSQL, dbname: str, silent: bool
+) -> None:
+    """Within the bound for silence after its time. Until then an answer that does not come is no silence."""
+    with Proxy(postgres.port) as proxy:
+        keeper = new_keeper(f"postgresql://postgres@127.0.0.1:{proxy.port}/{dbname}", loss_timeout=3.0)
+        outer = taken(keeper, OTHER)
+        judge.take(ID)
+        # What would wait on and on gets its answer in the end.
+        answered = threading.Timer(9, proxy.resume) if silent else threading.Timer(2, judge.give_back)
+
+        def go_silent() -> None:
+            wait_until_waiting(judge, 1)
+            if silent:
+                proxy.stall()
+            answered.start()
+
+        helper = in_thread(go_silent)
+        hold, waiter, since = Hold(ID), keeper.waiter(), time.monotonic()
+        try:
+            asked = waiter.wait(hold, 2.5)
+            took = time.monotonic() - since
+            is_over(helper)
+            assert asked.answer is (Answer.UNKNOWN if silent else Answer.GRANTED)
+            assert outer.lost is silent
+            print(f"a wait of 2.5 s took {took:.1f} s")
+            assert not silent or 2.5 <= took < 6.0
+        finally:
+            answered.cancel()
+            proxy.resume()
+            waiter.release(hold)
+            keeper.release(outer)
 
 
 def test_a_fork_beside_a_waiter_costs_it_nothing(dsn: str, judge: Judge, scope: str) -> None:
