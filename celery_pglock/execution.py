@@ -242,9 +242,25 @@ class Execution:
         # Known before it holds anything, so that an interrupt finds whom to give the hold back to.
         self._granted_by = self.scope.waiter()
         try:
-            return self._granted_by.wait(self.hold, self.options.max_wait, self.identity)
+            asked = self._granted_by.wait(self.hold, self.options.max_wait, self.identity)
         finally:
             self.seconds_in_queue = time.monotonic() - since
+        return self._with_its_identity(asked)
+
+    def _with_its_identity(self, asked: Acquire) -> Acquire:
+        """Ask for the identity again where its session ended during the wait.
+
+        A second delivery may have it by now: what came of the wait must not be written over that one.
+        """
+        if self.identity is None or not self.identity.lost:
+            return asked
+        # Known before it is held, so that `settle` gives it back however this ends.
+        self.identity = Hold(self.identity.id, label=self.identity.label)
+        again = self.scope.acquire(self.identity)
+        if again.answer is Answer.GRANTED:
+            return asked
+        answer = Answer.SAME_EXECUTION if again.answer is Answer.CONFLICT else again.answer
+        return Acquire(self.hold, answer=answer, error=again.error)
 
     def interruptible(self) -> AbstractContextManager[None]:
         """What the body runs in: it is stopped when the lock is lost, unless its task wants to go on."""

@@ -117,7 +117,7 @@ class Keeper:
     def wait(self, hold: Hold, seconds: float | None, identity: Hold | None = None) -> Acquire:  # noqa: ARG002
         """Take a turn in PostgreSQL's own queue, first come, first served, and be woken at once.
 
-        ``seconds`` may be None, for ever. The identity is kept since it was asked for.
+        ``seconds`` may be None, for ever. The identity is kept, unless its session ends.
         """
         if seconds == 0:
             return self.acquire(hold)

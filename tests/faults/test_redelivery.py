@@ -7,13 +7,20 @@ import signal
 import time
 import uuid
 
+import psycopg
 import pytest
 
 from faults.conftest import FleetMaker
 from faults.fleet import Fleet
+from faults.judge import take, waiting
 from localservers import RabbitMQ
 
 MET_ITSELF = "under way elsewhere"
+
+END_SESSIONS = """
+    SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
+    WHERE datname = current_database() AND application_name LIKE 'pglock %'
+"""
 
 
 @pytest.fixture
@@ -102,6 +109,31 @@ def test_redelivered_message_waits_until_the_result_is_stored(impatient: Fleet, 
     redeliver_until_logged(fleet, MET_ITSELF)
     assert not result.ready()
     assert result.get(timeout=15) == "a"
+    fleet.wait(fleet.drained, "an empty queue")
+    assert len(fleet.history.runs("a")) == 1
+    assert result.get() == "a"
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_second_delivery_meets_an_execution_whose_session_ended_while_it_waited(
+    fleet: Fleet, observer: psycopg.Connection, pool: str
+) -> None:
+    """It waits on, and is known for what it is when its body runs."""
+    fleet.worker(pool, 2, app="faults.modes")
+    id = str(uuid.uuid4())
+    signature = fleet.signature("wait", "a", gate="end")
+    take(observer, "a")
+    result = signature.apply_async(task_id=id)
+    fleet.wait(lambda: waiting(observer) == 1, "it waits")
+    observer.execute(END_SESSIONS)
+    fleet.wait(lambda: waiting(observer) == 1, "it waits on")
+    observer.execute("SELECT pg_advisory_unlock_all()")
+    fleet.running("a")
+    signature.apply_async(task_id=id)
+    fleet.logged(MET_ITSELF)
+    assert not result.ready()
+    fleet.open("end")
+    assert result.get(timeout=10) == "a"
     fleet.wait(fleet.drained, "an empty queue")
     assert len(fleet.history.runs("a")) == 1
     assert result.get() == "a"

@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.exceptions import Ignore
 
 from celery_pglock import (
     AdvisoryLockedTask,
@@ -402,6 +403,49 @@ def test_a_waiter_whose_session_is_ended_waits_on(keeper: Keeper, judge: Judge) 
     hold, holder = is_over(waiter)
     assert judge.held() == {ID}
     holder.release(hold)
+
+
+@pytest.mark.parametrize("identity", ["free", "taken", "taken for good"])
+def test_who_waits_on_has_its_identity_again_or_does_not_run(
+    app: Celery, judge: Judge, way: str, identity: str
+) -> None:
+    """The session that had it ended: a second delivery may have it by now, and wait or run."""
+    bodies: list[set[LockId]] = []
+
+    @app.task(base=AdvisoryLockedTask, name="f", shared=False, lock_key=lambda: ID,
+              lock_on_conflict="wait", lock_max_wait=20 if identity != "taken for good" else 1)  # fmt: skip
+    def f() -> None:
+        bodies.append(judge.held())
+
+    def end_its_session() -> LockId:
+        wait_until_waiting(judge, 1, ID)
+        (execution,) = judge.held() - {ID}
+        judge.end(judge.holder(execution))
+        if way == "owner":
+            # The end is noticed before this is answered.
+            keeper = keeper_for(settings_of(app))
+            keeper.release(taken(keeper, OTHER))
+        wait_until_waiting(judge, 1, ID)
+        if identity != "free":
+            assert judge.take(execution)
+        if identity != "taken for good":
+            judge.observer.execute("SELECT pg_advisory_unlock(11)")
+        return execution
+
+    judge.take(ID)
+    helper = in_thread(end_its_session)
+    f.push_request(id="1", called_directly=False, is_eager=False, delivery_info={})
+    try:
+        with nullcontext() if identity == "free" else pytest.raises(Ignore):
+            f()
+        execution = is_over(helper)
+        assert bodies == ([{ID, execution}] if identity == "free" else [])
+        assert ID not in judge.held() or identity == "taken for good"
+    finally:
+        settle("1")
+        f.pop_request()
+        judge.give_back()
+    eventually(lambda: not judge.held(), f"it is left: {judge.held()}", within=2)
 
 
 @pytest.mark.parametrize("silent", [True, False])
