@@ -157,6 +157,9 @@ class ElectedScheduler:
             return False
         self._polls_to_listen -= 1
         if self._knows_nothing:
+            # Not in silence: the server ends a session that says nothing for as long as these polls may take.
+            self._candidate.look()
+            self._follow()
             return False
         if not self._candidate.campaign():
             self._follow()

@@ -402,6 +402,14 @@ def test_a_poll_is_shorter_than_the_server_s_patience(new_beat: Callable[..., El
     assert new_beat(pglock_freeze_timeout=3).max_interval == 1
 
 
+def test_a_first_beat_leads_however_long_a_poll_is(
+    new_beat: Callable[..., ElectedScheduler], judge: Judge
+) -> None:
+    """It listens for as long as the server bears silence, and says something meanwhile."""
+    run(new_beat(pglock_beat_poll=60, pglock_freeze_timeout=3), 4.5)
+    assert judge.locks()
+
+
 def test_nothing_is_sent_by_a_beat_of_a_standby(
     new_beat: Callable[..., ElectedScheduler],
     own_postgres: PostgreSQL,
