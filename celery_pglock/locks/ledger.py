@@ -49,10 +49,13 @@ UPDATE {table} SET sent_at = clock_timestamp()
 WHERE (schedule, entry, due) = ({schedule}, {entry}, {due})
 """
 
-#: In UTC whatever the session's time zone.
+#: In UTC whatever the session's time zone. What fell due in the time to come was sent by a host whose clock
+#: is wrong: believed, it would keep every beat from sending until then. A claim knows of it.
 LAST = """
 SELECT entry, to_char(max(due) AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')
-FROM {table} WHERE schedule = {schedule} AND sent_at IS NOT NULL GROUP BY entry
+FROM {table} WHERE schedule = {schedule} AND sent_at IS NOT NULL
+  AND due <= clock_timestamp() + interval '60 seconds'
+GROUP BY entry
 """
 
 #: Two statements at once are one transaction: the limit ends with it. Who asks holds the name of its task
@@ -71,7 +74,8 @@ DELETE FROM {table} AS old
 WHERE schedule = {schedule} AND due < clock_timestamp() - interval '1 day'
   AND (entry <> ALL (ARRAY[{entries}]::text[])
        OR due < (SELECT max(due) FROM {table} AS late
-                 WHERE late.schedule = old.schedule AND late.entry = old.entry AND sent_at IS NOT NULL))
+                 WHERE late.schedule = old.schedule AND late.entry = old.entry AND sent_at IS NOT NULL
+                   AND due <= clock_timestamp() + interval '60 seconds'))
 """
 
 

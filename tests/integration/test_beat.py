@@ -157,6 +157,23 @@ def test_clocks_that_differ_neither_lose_nor_double_a_slot(
     assert {after - before for before, after in pairwise(sent)} == {SECOND}
 
 
+@pytest.mark.parametrize("ledger", ["ledger", None])
+def test_one_clock_that_is_wrong_silences_no_other_beat(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    sent: list[datetime],
+    ledger: str | None,
+) -> None:
+    """What it has sent a day early is still to come."""
+    wrong = new_beat(clock=86400.0, pglock_beat_ledger=ledger)
+    run(wrong, 1.5)
+    wrong.close()
+    del sent[:]
+    run(new_beat(clock=0.0), 2.5)
+    observer.execute("DROP TABLE IF EXISTS ledger")
+    assert len(sent) >= 2
+
+
 def test_clocks_that_differ_double_slots_without_a_ledger(
     new_beat: Callable[..., ElectedScheduler], sent: list[datetime]
 ) -> None:

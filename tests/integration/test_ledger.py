@@ -93,6 +93,18 @@ def test_rows_older_than_a_day_go_but_the_last_of_each_entry(
     assert rows == [("daily", now), ("yearly", old)]
 
 
+def test_the_word_of_a_clock_that_is_wrong_is_not_believed_and_guarded_all_the_same(ledger: Ledger) -> None:
+    """Clocks differ by seconds. A slot of the time to come is not the last one, and is not sent again."""
+    now = datetime.now(timezone.utc).replace(microsecond=0)
+    past, soon, wrong = now - timedelta(days=3), now + timedelta(seconds=40), now + timedelta(days=1)
+    for entry, due in [("yearly", past), ("yearly", wrong), ("a", now), ("a", soon), ("a", wrong)]:
+        ledger.claim(entry, due)
+        ledger.record(entry, due)
+    ledger.clean(["yearly", "a"])
+    assert ledger.last() == {"yearly": past, "a": soon}
+    assert not ledger.claim("a", wrong)
+
+
 def test_a_ledger_of_no_entries_is_cleaned_too(ledger: Ledger) -> None:
     ledger.clean([])
 
