@@ -131,8 +131,12 @@ class ElectedScheduler:
         return self._term is not None and self._candidate.leads and bool(self._term.inner.should_sync())
 
     def _do_sync(self) -> None:
-        if self._term is not None:
+        if self._term is None:
+            return
+        try:
             self._term.inner._do_sync()  # type: ignore[attr-defined]
+        except Exception as exc:  # noqa: BLE001 - a full disk, say: another host may have room, and none may end here
+            self._stand_down("its scheduler could not write down what it knows", exc)
 
     def close(self) -> None:
         """Hand over at once. Does nothing inside of a tick, whose end closes again."""
@@ -143,6 +147,9 @@ class ElectedScheduler:
         try:
             if term is not None:
                 term.end(still_leads=self._candidate.leads)
+        except Exception:
+            # A beat that is to end does so, and with 0.
+            logger.exception("the scheduler of this beat could not write down what it knows")
         finally:
             self._candidate.close()
 

@@ -8,6 +8,7 @@ of these three, and of nothing else:
 - ``reserve``: it goes on after its slot, and not after now. So it does not drift, and what was late is sent
   slot by slot.
 - ``apply_async``: the message says which slot it is, and is not published any more when the lock is lost.
+  What the scheduler writes down behind it waits until the slot is recorded.
 
 The lock may be lost while a message is on its way: the broker may have it, and its answer is still to come.
 So a publish is left alone for `GRACE` seconds. If it ends in them, the slot was sent, and is recorded late,
@@ -23,7 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -224,7 +225,7 @@ class Term:
         if advance:
             self._reserve(entry)
         slot = self._granted.pop(entry.name)
-        with signals_put_off():
+        with signals_put_off(), self._sync_put_off():
             try:
                 with self._candidate.interruptible(GRACE):
                     result = self._its_apply_async(
@@ -241,6 +242,21 @@ class Term:
             else:
                 self._candidate.tell(words)
         return result
+
+    @contextmanager
+    def _sync_put_off(self) -> Iterator[None]:
+        """Put off what the inner scheduler writes down at the end of a send until that is recorded.
+
+        Its disk may be full. What is raised then must not hide that the broker has the message.
+        """
+        wanted: list[bool] = []
+        vars(self.inner)["_do_sync"] = lambda: wanted.append(True)
+        try:
+            yield
+        finally:
+            del vars(self.inner)["_do_sync"]
+            if wanted and self._candidate.leads:
+                self.inner._do_sync()  # type: ignore[attr-defined]
 
     def _record(self, ledger: Ledger, name: str, slot: datetime) -> None:
         # The message is out. If the lock goes with the answer, the next leader would send the slot again.
@@ -305,7 +321,9 @@ def abandon(inner: Scheduler) -> None:
     store = getattr(inner, "_store", None)
     if isinstance(store, shelve.Shelf):
         store.cache.clear()  # type: ignore[attr-defined]
-        store.close()
+        # Some files are written to when they are closed, and their disk may be full.
+        with suppress(OSError):
+            store.close()
     dirty = getattr(inner, "_dirty", None)
     if isinstance(dirty, set):
         dirty.clear()

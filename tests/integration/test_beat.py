@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import signal
 import time
@@ -201,6 +202,77 @@ def test_a_beat_whose_scheduler_fails_lets_the_lock_go(
     monkeypatch.setattr(Noting, "fails", False)
     run(beat, 1.5)
     assert sent
+
+
+class Syncing(Noting):
+    """Writes down what it knows after each send, as Celery's does with ``beat_sync_every=1``."""
+
+    def apply_async(self, entry: Any, **options: Any) -> None:
+        try:
+            super().apply_async(entry, **options)
+        finally:
+            self._do_sync()
+
+
+def disk_is_full(_: Scheduler) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_is_sent_is_recorded_where_a_scheduler_can_not_write_it_down(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    sent: list[datetime],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The broker has the message when that fails."""
+    monkeypatch.setattr(Syncing, "sync", disk_is_full)
+    beat = new_beat(pglock_beat_scheduler=Syncing, pglock_beat_ledger="ledger")
+    run(beat, 2.2)
+    recorded = observer.execute("SELECT due FROM ledger WHERE sent_at IS NOT NULL ORDER BY due").fetchall()
+    observer.execute("DROP TABLE ledger")
+    assert len(sent) >= 2
+    assert [due for (due,) in recorded] == sent
+
+
+def test_a_leader_writes_nothing_down_behind_a_send_that_cost_it_the_lock(
+    new_beat: Callable[..., ElectedScheduler],
+    sent: list[datetime],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr(Syncing, "sync", lambda _: synced.append(bool(judge.locks())))
+    send = Noting.apply_async
+
+    def send_and_lose(self: Noting, entry: Any, **options: Any) -> None:
+        send(self, entry, **options)
+        if len(sent) == 2:
+            judge.end(judge.locks()[0][1])
+
+    monkeypatch.setattr(Noting, "apply_async", send_and_lose)
+    beat = new_beat(pglock_beat_scheduler=Syncing)
+    lead(beat)
+    while "leads" in repr(beat):
+        time.sleep(max(0.0, beat.tick()))
+    assert synced == [True]
+
+
+def test_a_scheduler_that_can_not_write_down_what_it_knows_ends_no_beat(
+    new_beat: Callable[..., ElectedScheduler],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Celery's service asks for it between two ticks. Another host may have room."""
+    beat = new_beat()
+    lead(beat)
+    monkeypatch.setattr(Noting, "sync", disk_is_full)
+    beat._do_sync()
+    assert not judge.locks()
+    assert "could not write down what it knows" in caplog.text
+    lead(beat)
+    beat.close()
+    assert not judge.sessions()
 
 
 def test_a_beat_that_is_closed_twice_or_while_it_ticks_hands_over(
