@@ -175,8 +175,7 @@ class ElectedScheduler:
         # From now on who has just come reads what this term has sent: nothing yet.
         self._candidate.tell(str(self._progress))
         try:
-            ledger = self._open_ledger()
-            self._term = Term(self._build(ledger), self._candidate, ledger, self._progress, self.max_interval)
+            self._term = self._new_term()
         except LockError as exc:
             self._candidate.warn(exc)
             self._candidate.resign()
@@ -198,6 +197,12 @@ class ElectedScheduler:
             self._last_term.record_late()
         self._follow()
         self._polls_to_listen = NEWCOMER_LISTENS if self._progress.until is None else 1
+
+    def _new_term(self) -> Term:
+        ledger = self._open_ledger()
+        began = utcnow()
+        inner = self._build(ledger)
+        return Term(inner, self._candidate, ledger, self._progress, poll=self.max_interval, began=began)
 
     def _build(self, ledger: Ledger | None) -> Scheduler:
         inner = self._inner_class(app=self.app, **self._options)

@@ -67,8 +67,11 @@ class Term:
         candidate: Candidate,
         ledger: Ledger | None,
         progress: Progress,
+        *,
         poll: float,
+        began: datetime,
     ) -> None:
+        """``began``: when the inner scheduler was about to be built."""
         self.inner = inner
         #: Whether something is due that could not be sent.
         self.behind = False
@@ -88,7 +91,7 @@ class Term:
         self._its_is_due, self._its_reserve = inner.is_due, inner.reserve
         self._its_apply_async = inner.apply_async
         vars(inner).update(is_due=self._is_due, reserve=self._reserve, apply_async=self._apply_async)
-        self._take_up()
+        self._take_up(began)
 
     def tick(self) -> float:
         """Let the inner scheduler send what is due."""
@@ -127,19 +130,18 @@ class Term:
         else:
             abandon(self.inner)
 
-    def _take_up(self) -> None:
+    def _take_up(self, began: datetime) -> None:
         """Let each entry go on after the last slot that was sent."""
         recorded = self._ledger.last() if self._ledger is not None else {}
         sent_until = self._progress.until
-        built_at = utcnow()
         entries: dict[str, Any] = dict(self.inner.schedule)
         for name, entry in entries.items():
             last = as_utc(entry.last_run_at)
             if name in recorded:
                 last = recorded[name]
             elif sent_until is not None:
-                # An entry that has never run says that it ran when it was built.
-                is_stored = (built_at - last).total_seconds() > self._poll
+                # An entry that has never run says that it ran while it was built, which may take long.
+                is_stored = (began - last).total_seconds() > self._poll
                 last = max(last, sent_until) if is_stored else sent_until
             if name in self._progress.last:
                 # Also with a ledger: a session may end between a send and its record.

@@ -204,6 +204,31 @@ def test_a_beat_whose_scheduler_fails_lets_the_lock_go(
     assert sent
 
 
+def test_a_takeover_loses_nothing_however_long_a_scheduler_takes_to_build(
+    new_beat: Callable[..., ElectedScheduler],
+    sent: list[datetime],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An entry that has never run says that it ran when that began."""
+    leader, follower = new_beat(), new_beat()
+    follower.tick()
+    run(leader, 1.5)
+    follower.tick()
+    judge.end(judge.locks()[0][1])
+    set_up = Noting.setup_schedule
+
+    def set_up_slowly(self: Noting) -> None:
+        set_up(self)
+        time.sleep(1.5)
+
+    monkeypatch.setattr(Noting, "setup_schedule", set_up_slowly)
+    lead(follower)
+    run(follower, 1.0)
+    assert len(sent) >= 3
+    assert {after - before for before, after in pairwise(sent)} == {SECOND}
+
+
 class Syncing(Noting):
     """Writes down what it knows after each send, as Celery's does with ``beat_sync_every=1``."""
 
