@@ -15,7 +15,8 @@ Facts that shaped it:
   send: what PostgreSQL has acknowledged there reaches all that listen before any of them gets the lock. One
   that has just come reads the leader's last statement in ``pg_stat_activity``, or waits for the next.
 - The server ends a session that is silent for `WEDGED_AFTER` seconds, and only `ElectedScheduler.tick` speaks
-  on the leader's. So a frozen process loses its lock, and so does one whose publishing hangs.
+  on the leader's. So a frozen process loses its lock, and so does one whose publishing hangs. Only while the
+  inner scheduler is built, which sends nothing, others speak for it, for `BUILT_WITHIN` seconds at most.
 - A signal handler that closes the scheduler may run inside of a tick. It does nothing there: the SystemExit
   that follows unwinds the tick, and the service closes the scheduler again.
 
@@ -58,6 +59,10 @@ logger = logging.getLogger(__name__)
 
 #: Seconds after which a leader that is frozen, or hangs, has lost its lock.
 WEDGED_AFTER = 10.0
+
+#: Seconds for which a beat keeps the lock while it builds its scheduler, which may read thousands of entries.
+#: Who takes longer hangs, and another may have more luck.
+BUILT_WITHIN = 60.0
 
 #: Polls for which a beat that knows nothing listens: one until others look, one that they listen, one more.
 NEWCOMER_LISTENS = 3
@@ -201,8 +206,9 @@ class ElectedScheduler:
     def _new_term(self) -> Term:
         ledger = self._open_ledger()
         began = utcnow()
-        inner = self._build(ledger)
-        return Term(inner, self._candidate, ledger, self._progress, poll=self.max_interval, began=began)
+        with self._candidate.kept_for(BUILT_WITHIN):
+            inner = self._build(ledger)
+            return Term(inner, self._candidate, ledger, self._progress, poll=self.max_interval, began=began)
 
     def _build(self, ledger: Ledger | None) -> Scheduler:
         inner = self._inner_class(app=self.app, **self._options)

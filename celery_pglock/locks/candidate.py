@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from .errors import LockError
 from .hold import Hold
@@ -40,7 +40,8 @@ class Candidate:
     def __init__(self, settings: Settings | None, hold: Callable[[], Hold], *, pings: bool = True) -> None:
         """``hold`` makes one for each term. Without settings locks are disabled, and everybody leads.
 
-        With ``pings`` False a leader that does not `confirm` within ``freeze_timeout`` leads no longer.
+        With ``pings`` False a leader that does not `confirm` within ``freeze_timeout`` leads no longer, but
+        for what it does while `kept_for`.
         """
         self._keeper = ListeningKeeper(settings, pings=pings) if settings is not None else None
         self._new_hold = hold
@@ -170,6 +171,20 @@ class Candidate:
             return nullcontext()
         return self._keeper.interrupt_for(self.term, grace=grace)
 
+    @contextmanager
+    def kept_for(self, seconds: float) -> Iterator[None]:
+        """Keep the lock while something runs that does not `confirm` it, for so long at most.
+
+        For who has no ``pings`` otherwise.
+        """
+        if self._keeper is not None:
+            self._keeper.ping_for(seconds)
+        try:
+            yield
+        finally:
+            if self._keeper is not None:
+                self._keeper.ping_for(0.0)
+
     def resign(self) -> None:
         """Give the lock back, so that another can lead at once."""
         term, self.term = self.term, None
@@ -205,6 +220,10 @@ class ListeningKeeper(Keeper):
         """Release a hold and keep the session for the next one."""
         if hold.status is hold.Status.HELD:
             self._ask(Release(hold))
+
+    def ping_for(self, seconds: float) -> None:
+        """Let the server have signs of life for so long, and then no more."""
+        self._liveness.ping_for(seconds)
 
     def listen(self, channel: str, told: Callable[[str], object]) -> None:
         """Hand on what is told on a channel of the database, with each answer and in `hear`.

@@ -35,11 +35,13 @@ class Liveness:
     ) -> None:
         """``post`` leaves a request to who talks to the session, see `Owner.post`.
 
-        Without ``pings`` it asks for no sign of life, and only sees that others wait for an answer.
+        Without ``pings`` it asks for no sign of life, unless told to, and only sees that others wait for an
+        answer.
         """
         self._settings = settings
         self._post = post
-        self._pings = pings
+        #: Up to when it asks for signs of life.
+        self._ping_until = math.inf if pings else -math.inf
         #: Whether the sign of life that was asked for last has come: a second question would come no further.
         self._asked: threading.Lock | None = None
 
@@ -51,6 +53,10 @@ class Liveness:
         """Ask for a sign of life, unless one is asked for already."""
         if self._asked is None or not self._asked.locked():
             self._asked = self._post(Ping())
+
+    def ping_for(self, seconds: float) -> None:
+        """Ask for signs of life for so long, and then no more."""
+        self._ping_until = time.monotonic() + seconds
 
     def disown(self) -> None:
         """Begin anew in a forked child, where nobody answers what was asked."""
@@ -65,7 +71,8 @@ class Liveness:
         if session.remote:
             self._look_for_silence(session)
             bounds += [self._settings.loss_timeout] if session.holds_something else []
-        if self._pings and bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for:
+        is_quiet = bounds and session.quiet_for > min(bounds) / 3 and not session.silent_for
+        if is_quiet and time.monotonic() < self._ping_until:
             self.ask()
         pauses = [bound / 12 for bound in bounds]
         return [*pauses, self._settings.loss_timeout / 3] if session.remote else pauses

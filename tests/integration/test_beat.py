@@ -229,6 +229,33 @@ def test_a_takeover_loses_nothing_however_long_a_scheduler_takes_to_build(
     assert {after - before for before, after in pairwise(sent)} == {SECOND}
 
 
+@pytest.mark.parametrize("kept_for", [60.0, 0.0], ids=["kept", "control"])
+def test_a_lock_is_kept_while_a_scheduler_is_built_but_not_for_ever(
+    new_beat: Callable[..., ElectedScheduler],
+    sent: list[datetime],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    kept_for: float,
+) -> None:
+    """It says nothing to a server that bears 3 seconds of that."""
+    monkeypatch.setattr(scheduler_module, "BUILT_WITHIN", kept_for)
+    set_up = Noting.setup_schedule
+    held: list[bool] = []
+
+    def set_up_slowly(self: Noting) -> None:
+        set_up(self)
+        time.sleep(4.5)
+        held.append(bool(judge.locks()))
+
+    monkeypatch.setattr(Noting, "setup_schedule", set_up_slowly)
+    beat = new_beat(pglock_freeze_timeout=3)
+    while not held:
+        beat.tick()
+    run(beat, 1.5)
+    assert held[0] is bool(kept_for)
+    assert bool(sent) is bool(kept_for)
+
+
 class Syncing(Noting):
     """Writes down what it knows after each send, as Celery's does with ``beat_sync_every=1``."""
 
