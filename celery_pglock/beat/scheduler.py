@@ -106,7 +106,10 @@ class ElectedScheduler:
         self._follows: str | None = None
         self._polls_to_listen = 0
         self._ticks = self._closed = False
-        self._failed_at: float | None = None
+        #: Whether this term was said to be one, and whether the last one failed or was over before that.
+        self._announced = self._in_vain = False
+        #: When each of the lines about that was logged last.
+        self._said: dict[str, float] = {}
 
     def __repr__(self) -> str:
         return f"<ElectedScheduler {self.lock!r} [{'leads' if self._term else 'follows'}]>"
@@ -182,13 +185,13 @@ class ElectedScheduler:
         try:
             self._term = self._new_term()
         except LockError as exc:
+            self._in_vain = True
             self._candidate.warn(exc)
             self._candidate.resign()
             return False
         except Exception as exc:  # noqa: BLE001 - a schedule in a database that restarts: another may have more luck
             self._stand_down("its scheduler could not be built", exc)
             return False
-        logger.info("this beat leads: lock %r", self.lock)
         return True
 
     @property
@@ -229,7 +232,7 @@ class ElectedScheduler:
         rival = self._candidate.rival
         if rival is None:
             return
-        if rival.words != self._follows:
+        if rival.words != self._follows and self._may_say("follows"):
             self._follows = rival.words
             logger.info("this beat follows: %s leads", rival.words)
         self._progress.read(rival.says)
@@ -251,6 +254,9 @@ class ElectedScheduler:
             self._stand_down("its lock was lost")
             self._look()
             return self._candidate.rest(self.max_interval)
+        if not self._announced and self._may_say("leads"):
+            self._announced = True
+            logger.info("this beat leads: lock %r", self.lock)
         return min(wait, self.max_interval)
 
     def _stand_down(self, reason: str, error: Exception | None = None) -> None:
@@ -260,11 +266,20 @@ class ElectedScheduler:
             term.end(still_leads=False)
             self._last_term = term
         self._candidate.resign()
-        if error is None:
+        self._in_vain = error is not None or not self._announced
+        self._announced = False
+        if error is None and self._may_say("lost"):
             logger.warning("this beat leads no longer: %s", reason)
-        elif self._failed_at is None or time.monotonic() - self._failed_at >= WARN_EVERY:
-            self._failed_at = time.monotonic()
+        elif error is not None and self._may_say("failed"):
             logger.error("this beat leads no longer: %s", reason, exc_info=error)
+
+    def _may_say(self, what: str) -> bool:
+        """Whether to log it now. Where beats take the lock in vain it passes between them at each poll."""
+        now = time.monotonic()
+        if self._in_vain and now - self._said.get(what, -WARN_EVERY) < WARN_EVERY:
+            return False
+        self._said[what] = now
+        return True
 
 
 def with_freeze_timeout(settings: Settings | None) -> Settings | None:

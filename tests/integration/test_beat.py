@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -254,6 +256,68 @@ def test_a_lock_is_kept_while_a_scheduler_is_built_but_not_for_ever(
     run(beat, 1.5)
     assert held[0] is bool(kept_for)
     assert bool(sent) is bool(kept_for)
+
+
+def test_beats_that_can_not_work_do_not_say_at_each_poll_who_tries(
+    new_beat: Callable[..., ElectedScheduler],
+    observer: psycopg.Connection,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each has the lock for a moment, and the others see it there. Who works in the end says so."""
+    beats = [new_beat(pglock_beat_ledger="nowhere.ledger") for _ in range(3)]
+    stopped = threading.Event()
+
+    def tick(beat: ElectedScheduler) -> None:
+        while not stopped.is_set():
+            stopped.wait(max(0.0, beat.tick()))
+
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor() as threads:
+        ticks = [threads.submit(tick, beat) for beat in beats]
+        try:
+            time.sleep(3)
+            said = [record.message for record in caplog.records]
+            observer.execute("CREATE SCHEMA nowhere")
+            eventually(lambda: "this beat leads: " in caplog.text, "one leads")
+        finally:
+            stopped.set()
+        for each in ticks:
+            each.result()
+    assert len(said) <= 9
+    assert not [line for line in said if "leads: " in line]
+    observer.execute("DROP SCHEMA nowhere CASCADE")
+
+
+def test_a_beat_says_that_it_leads_when_a_tick_has_worked(
+    new_beat: Callable[..., ElectedScheduler],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    beat = new_beat()
+    with caplog.at_level(logging.INFO):
+        with monkeypatch.context() as patch:
+            patch.setattr(Noting, "fails", True)
+            run(beat, 0.5)
+        assert "this beat leads: " not in caplog.text
+        run(beat, 0.2)
+    assert "this beat leads: " in caplog.text
+
+
+def test_a_beat_that_leads_in_vain_says_so_once_a_minute(
+    new_beat: Callable[..., ElectedScheduler],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its ticks work, and what is done between them fails."""
+    monkeypatch.setattr(Noting, "sync", disk_is_full)
+    monkeypatch.setattr(scheduler_module, "WARN_EVERY", 1.0)
+    beat, since = new_beat(), time.monotonic()
+    with caplog.at_level(logging.INFO):
+        while time.monotonic() - since < 2.5:
+            run(beat, 0.2)
+            beat._do_sync()
+    for line in ("this beat leads: ", "this beat leads no longer: "):
+        assert 2 <= sum(line in record.message for record in caplog.records) <= 3
 
 
 class Syncing(Noting):
