@@ -83,7 +83,8 @@ class Ledger:
     """The rows of one schedule. Each method raises `LockUnavailable` or `LockSetupError`."""
 
     def __init__(self, table: str, schedule: str, perform: Callable[[Statement], object]) -> None:
-        self._table = table
+        #: Quoted, here and where somebody is told what to run: capitals are part of the name.
+        self._table = ".".join(identifier(part) for part in table.split("."))
         self.schedule = schedule
         self._perform = perform
 
@@ -118,8 +119,7 @@ class Ledger:
         self._ask(CLEAN, entries=", ".join(as_sql(entry) for entry in entries))
 
     def _ask(self, template: str, **values: str) -> list[list[bytes | None]]:
-        table = ".".join(identifier(part) for part in self._table.split("."))
-        asked = Statement(template.format(table=table, schedule=as_sql(self.schedule), **values))
+        asked = Statement(template.format(table=self._table, schedule=as_sql(self.schedule), **values))
         self._perform(asked)
         if isinstance(asked.error, LockError):
             raise asked.error

@@ -136,7 +136,7 @@ def test_nobody_leads_without_the_ledger_that_was_asked_for(
         run(beat, 1.5)
         assert not sent
         assert len(caplog.records) == 1
-        assert "CREATE TABLE IF NOT EXISTS nowhere.ledger" in caplog.text
+        assert 'CREATE TABLE IF NOT EXISTS "nowhere"."ledger"' in caplog.text
         assert not judge.locks()
         observer.execute("CREATE SCHEMA nowhere")
         run(beat, 1.5)

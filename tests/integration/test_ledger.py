@@ -117,7 +117,7 @@ def test_who_may_not_create_the_table_is_told_what_to_run(
     observer.execute("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
     try:
         keeper.run(Statement("SET ROLE beats"))
-        with pytest.raises(LockSetupError, match=r"permission denied.*CREATE TABLE IF NOT EXISTS ledger"):
+        with pytest.raises(LockSetupError, match=r'permission denied.*CREATE TABLE IF NOT EXISTS "ledger"'):
             Ledger("ledger", "celery:beat", keeper.run).create()
         # What somebody else has created is used without that right.
         observer.execute("CREATE TABLE ledger AS SELECT 1")
@@ -126,6 +126,23 @@ def test_who_may_not_create_the_table_is_told_what_to_run(
         keeper.close()
         observer.execute("DROP TABLE IF EXISTS ledger")
         observer.execute("DROP ROLE beats")
+
+
+def test_what_to_run_makes_the_very_table_that_is_asked_for(
+    observer: psycopg.Connection, keeper: Keeper
+) -> None:
+    """Capitals are part of a name that is quoted, and not of another."""
+    ledger = Ledger("Shop_Beat", "celery:beat", keeper.run)
+    with pytest.raises(LockSetupError) as told:
+        ledger.last()
+    advice = str(told.value).partition("may run: ")[2]
+    try:
+        observer.execute(advice.replace("<the role of the beats>", "CURRENT_USER"))
+        ledger.create()
+        assert ledger.claim("report", NOON)
+        assert observer.execute("SELECT to_regclass('shop_beat')").fetchone() == (None,)
+    finally:
+        observer.execute('DROP TABLE IF EXISTS shop_beat, "Shop_Beat"')
 
 
 def test_a_missing_table_costs_nobody_his_lock(keeper: Keeper, new_ledger: Callable[..., Ledger]) -> None:
