@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from datetime import datetime, timedelta, timezone
 
-__all__ = ["Progress"]
+__all__ = ["CLOCKS_DIFFER", "Progress"]
 
 #: The clocks of two hosts differ by seconds. What is told of a time still to come is the word of one that is
 #: wrong: believed, it would keep every beat from sending until then.

@@ -177,6 +177,21 @@ def test_one_clock_that_is_wrong_silences_no_other_beat(
     assert len(sent) >= 2
 
 
+def test_a_table_that_a_wrong_clock_has_written_to_silences_no_beat(
+    new_beat: Callable[..., ElectedScheduler], sent: list[datetime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of django-celery-beat, which all beats share."""
+    set_up = Noting.setup_schedule
+
+    def set_up_from_table(self: Noting) -> None:
+        set_up(self)
+        self.schedule["a"].last_run_at += timedelta(days=1)
+
+    monkeypatch.setattr(Noting, "setup_schedule", set_up_from_table)
+    run(new_beat(), 2.2)
+    assert sent
+
+
 def test_clocks_that_differ_double_slots_without_a_ledger(
     new_beat: Callable[..., ElectedScheduler], sent: list[datetime]
 ) -> None:
