@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shelve
 import signal
 import threading
 import time
@@ -345,7 +346,7 @@ class Syncing(Noting):
             self._do_sync()
 
 
-def disk_is_full(_: Scheduler) -> None:
+def disk_is_full(_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -404,6 +405,24 @@ def test_a_scheduler_that_can_not_write_down_what_it_knows_ends_no_beat(
     lead(beat)
     beat.close()
     assert not judge.sessions()
+
+
+class OnAFullDisk(dict[str, Any]):
+    """A file that is written to when it is closed."""
+
+    def close(self) -> None:
+        disk_is_full(self)
+
+
+def test_a_schedule_file_on_a_full_disk_keeps_no_lock(
+    new_beat: Callable[..., ElectedScheduler], judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = new_beat()
+    lead(beat)
+    beat._term.inner._store = shelve.Shelf(OnAFullDisk())
+    monkeypatch.setattr(Noting, "fails", True)
+    beat.tick()
+    assert not judge.locks()
 
 
 def test_a_beat_that_is_closed_twice_or_while_it_ticks_hands_over(
