@@ -5,7 +5,9 @@ A slot is a moment that every beat works out alike, on whichever machine it lead
 - An interval's slots are the multiples of its length since 1970 in UTC. A plain beat counts from its own
   start instead, which its successor does not know.
 - A crontab's, and those of every other schedule, are what ``remaining_estimate`` says, asked as if it were
-  the moment of the slot before.
+  the moment of the slot before. Behind a change of the clocks a crontab's depend on that slot: an hour that
+  comes twice has slots the first time alone, and what falls into one that is left out follows it. So there
+  the slots are counted from before the change.
 - The Sun's are found by a search, which ends some milliseconds off if it begins at another moment: so it
   begins at one that follows from its end.
 """
@@ -16,16 +18,29 @@ import copy
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from celery.schedules import schedule, solar
+from celery.schedules import crontab, schedule, solar
 
-__all__ = ["floor", "following", "pending"]
+__all__ = ["due", "floor", "following", "pending"]
 
 #: After a gap each slot of so long a time is sent, and of what fell due before that the last one alone.
 CATCH_UP = timedelta(seconds=60)
 
+#: Clocks are put on or back by less.
+LONGEST_CHANGE = timedelta(hours=3)
+
 MINUTE, HOUR = timedelta(minutes=1), timedelta(hours=1)
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+def due(plan: Any, after: datetime, now: datetime) -> datetime | None:
+    """Return the slot that is to be sent of a schedule which says that it is due.
+
+    None where it is mistaken. Celery's own are in an hour that the clock on the wall shows twice: asked about
+    a last run in it they say so again and again.
+    """
+    slot = pending(plan, after, now)
+    return None if is_later(slot, now) else slot
 
 
 def pending(plan: Any, after: datetime, now: datetime) -> datetime | None:
@@ -51,8 +66,32 @@ def following(plan: Any, moment: datetime) -> datetime | None:
         return beyond
     if isinstance(plan, solar):
         return following_event(plan, moment)
-    slot = ask(plan, moment)
+    slot = ask(plan, moment) if not isinstance(plan, crontab) else on_the_clock(plan, moment)[1]
     return slot if slot > moment else None
+
+
+def on_the_clock(plan: crontab, moment: datetime) -> tuple[datetime, datetime]:
+    """Return a moment from which a crontab goes on as from this one, and its first slot after this one.
+
+    The former is this one but where the clocks have just changed: then it is the slot before, or no slot lies
+    between.
+    """
+    last = before_the_change(plan, moment)
+    slot = ask(plan, last)
+    while last < slot <= moment:
+        last, slot = slot, ask(plan, slot)
+    return last, slot
+
+
+def before_the_change(plan: crontab, moment: datetime) -> datetime:
+    """Return the moment itself, or one before the clocks changed if they just did."""
+    tz: Any = plan.tz
+
+    def offset(moment: datetime) -> timedelta:
+        return moment.astimezone(tz).utcoffset() or timedelta()
+
+    before = moment - abs(offset(moment) - offset(moment - LONGEST_CHANGE))
+    return before if offset(before) != offset(moment) else moment
 
 
 def following_event(plan: solar, moment: datetime) -> datetime | None:
@@ -79,7 +118,13 @@ def ask(plan: Any, moment: datetime) -> datetime:
 
 
 def floor(plan: Any, moment: datetime) -> datetime:
-    """Return an interval's last slot up to a moment; of every other schedule the moment itself."""
+    """Return an interval's last slot up to a moment; of every other schedule the moment itself.
+
+    Or an earlier one, from which it goes on alike: what a crontab says of a last run just behind a change of
+    the clocks is wrong.
+    """
+    if isinstance(plan, crontab) and before_the_change(plan, moment) != moment:
+        return on_the_clock(plan, moment)[0]
     if not is_interval(plan):
         return moment
     past: timedelta = (moment - EPOCH) % plan.run_every

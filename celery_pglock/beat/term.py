@@ -18,6 +18,7 @@ the first `IN_DOUBT_FOR` seconds of its term are over.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import shelve
 import signal
@@ -149,10 +150,10 @@ class Term:
             if name in self._progress.last:
                 # Also with a ledger: a session may end between a send and its record.
                 last = max(last, self._progress.last[name])
-            self._go_on_after(entry, slots.floor(entry.schedule, last))
+            self._go_on_after(entry, last)
 
-    def _go_on_after(self, entry: Any, slot: datetime) -> None:
-        self._sent[entry.name] = slot
+    def _go_on_after(self, entry: Any, last: datetime) -> None:
+        slot = self._sent[entry.name] = slots.floor(entry.schedule, last)
         # Older releases of Celery compare a crontab's hours as they stand here.
         entry.last_run_at = slot.astimezone(entry.schedule.tz)
         model = getattr(entry, "model", None)
@@ -169,8 +170,8 @@ class Term:
             return schedstate(due, wait)
         now = utcnow()
         last = max(as_utc(entry.last_run_at), self._sent.get(entry.name, slots.EPOCH))
-        slot = slots.pending(entry.schedule, last, now) or now
-        if slot > now:
+        slot = slots.due(entry.schedule, last, now)
+        if slot is None:
             return self._goes_on_after(entry, last)
         # Not to be told as sent, even if it can't be sent now: a tick need not come by here again.
         self._next[entry.name] = slot
@@ -198,9 +199,21 @@ class Term:
     def _goes_on_after(self, entry: Any, slot: datetime) -> schedstate:
         """Nothing is to be sent up to a slot: let the inner scheduler look at all entries anew, at once."""
         self._next.pop(entry.name, None)
+        before = entry.last_run_at, self._sent.get(entry.name)
         self._go_on_after(entry, slot)
+        if before == (entry.last_run_at, self._sent[entry.name]):
+            # It would say the same of itself again, at once and for ever.
+            return self._put_aside(entry)
         vars(self.inner)["_heap"] = None
         return schedstate(False, 0)
+
+    def _put_aside(self, entry: Any) -> schedstate:
+        """Let one entry wait for a poll. Older releases of Celery would let it keep all others waiting."""
+        heap = getattr(self.inner, "_heap", None)
+        if heap and heap[0].entry is entry:
+            at = self.inner._when(entry, self._poll)  # type: ignore[attr-defined]
+            heapq.heapreplace(heap, heap[0]._replace(time=at))
+        return schedstate(False, self._poll)
 
     def _in_doubt_for(self, entry: Any, slot: datetime) -> float:
         """Return the seconds for which the leader before may still say that it has sent a slot."""

@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from celery import Celery
 from celery.beat import Scheduler
-from celery.schedules import solar
+from celery.schedules import crontab, solar
 
 from celery_pglock.beat import ElectedScheduler, slots
 from celery_pglock.beat import scheduler as scheduler_module
@@ -75,11 +75,13 @@ def new_beat(
 
     def new_beat(clock: float = 0.0, **conf: Any) -> ElectedScheduler:
         app.conf.update(conf)
+
+        def now() -> datetime:
+            return datetime.now(timezone.utc) + timedelta(seconds=clock)
+
         for module in (term_module, scheduler_module):
-            monkeypatch.setattr(
-                module, "utcnow", lambda: datetime.now(timezone.utc) + timedelta(seconds=clock)
-            )
-        monkeypatch.setattr(app, "now", lambda: datetime.now(app.timezone) + timedelta(seconds=clock))
+            monkeypatch.setattr(module, "utcnow", now)
+        monkeypatch.setattr(app, "now", lambda: now().astimezone(app.timezone))
         beats.append(ElectedScheduler(app))
         return beats[-1]
 
@@ -689,6 +691,31 @@ def test_solar_entries_are_sent_once_across_a_takeover(
     first.close()
     run(second, 0.5)
     assert sent == [due]
+
+
+def test_who_takes_over_in_an_hour_that_comes_twice_sends_nothing_for_it(
+    new_beat: Callable[..., ElectedScheduler], app: Celery, sent: list[datetime]
+) -> None:
+    """Celery's crontab says then that it is due, whenever it is asked about a last run in that hour.
+
+    As it is when django-celery-beat reads its tables anew. No other entry waits for it.
+    """
+    app.conf.timezone = "Europe/Berlin"
+    quarterly = {"task": "quarterly", "schedule": crontab(minute="*/15", app=app)}
+    moment = datetime(2026, 10, 25, 1, 32, tzinfo=timezone.utc)
+    beat = new_beat(
+        clock=(moment - datetime.now(timezone.utc)).total_seconds(),
+        beat_schedule={"quarterly": quarterly, "a": {"task": "a", "schedule": SECOND}},
+    )
+    lead(beat)
+    run(beat, 1.5)
+    inner = beat._term.inner
+    inner.schedule["quarterly"].last_run_at = moment.astimezone(app.timezone)
+    inner._heap = None
+    run(beat, 2)
+    assert set(Counter(sent).values()) == {1}
+    assert len(sent) >= 3
+    assert {after - before for before, after in pairwise(sent)} == {SECOND}
 
 
 # What others say, and what they leave.

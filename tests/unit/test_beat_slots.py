@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -49,6 +50,55 @@ def test_a_crontab_s_slots_are_on_the_clock_of_its_time_zone(app: Celery) -> Non
 def test_a_crontab_follows_the_clocks_when_they_change(app: Celery, before: str, next_slot: str) -> None:
     daily = crontab(hour=4, minute=0, app=app)
     assert slots.following(daily, at(before, BERLIN)) == at(next_slot, BERLIN)
+
+
+SPRING, AUTUMN = at("2026-03-29T01:00:00"), at("2026-10-25T01:00:00")
+
+
+@pytest.mark.parametrize("change", [SPRING, AUTUMN], ids=["spring", "autumn"])
+@pytest.mark.parametrize(
+    "when",
+    [{"minute": "*"}, {"minute": "*/15"}, {"hour": 2, "minute": 30}, {"minute": 0}, {"hour": "1-3"}],
+    ids=str,
+)
+def test_a_crontab_s_slots_are_the_same_from_whatever_moment_near_a_change_of_the_clocks(
+    app: Celery, change: datetime, when: dict[str, Any]
+) -> None:
+    """Also its last one, from which Celery works out by itself when the next is due."""
+    plan = crontab(**when, app=app)
+    found = [slots.following(plan, change - timedelta(hours=30))]
+    while found[-1] < change + timedelta(hours=30):
+        found.append(slots.following(plan, found[-1]))
+    for minutes in range(-130, 130, 7):
+        moment = change + timedelta(minutes=minutes, seconds=1)
+        after = min(slot for slot in found if slot > moment)
+        assert slots.following(plan, moment) == after
+        last = slots.floor(plan, moment)
+        assert slots.following(plan, last) == after
+        for due in (False, True):
+            now = after - timedelta(seconds=not due)
+            plan.nowfun = lambda now=now: now.astimezone(BERLIN)
+            assert plan.is_due(last.astimezone(BERLIN)).is_due is due
+
+
+def test_an_hour_that_comes_twice_has_slots_the_first_time_alone(app: Celery) -> None:
+    """As with a plain beat. One that begins in that hour sends without an end."""
+    plan = crontab(minute="*/15", app=app)
+    now = AUTUMN + timedelta(minutes=32)
+    plan.nowfun = lambda: now.astimezone(BERLIN)
+    last = now - timedelta(seconds=1)
+    assert plan.is_due(last.astimezone(BERLIN)).is_due
+    assert not plan.is_due(slots.floor(plan, last).astimezone(BERLIN)).is_due
+    assert slots.due(plan, last, now) is None
+    assert slots.pending(plan, last, now) == AUTUMN + timedelta(hours=1)
+
+
+def test_what_falls_into_an_hour_that_is_left_out_follows_it(app: Celery) -> None:
+    """For a beat that takes over in between, too."""
+    plan = crontab(hour=2, minute=30, app=app)
+    slot = SPRING + timedelta(minutes=30)
+    assert slots.following(plan, SPRING - timedelta(hours=20)) == slot
+    assert slots.following(plan, SPRING + timedelta(minutes=10)) == slot
 
 
 def test_an_interval_does_not_see_the_clocks_change(app: Celery) -> None:
