@@ -210,14 +210,13 @@ class ElectedScheduler:
         ledger = self._open_ledger()
         began = utcnow()
         with self._candidate.kept_for(BUILT_WITHIN):
-            inner = self._build(ledger)
+            inner = self._build()
             return Term(inner, self._candidate, ledger, self._progress, poll=self.max_interval, began=began)
 
-    def _build(self, ledger: Ledger | None) -> Scheduler:
+    def _build(self) -> Scheduler:
         inner = self._inner_class(app=self.app, **self._options)
-        if ledger is None:
-            # What a leader knows must outlive it.
-            inner.sync_every_tasks = inner.sync_every_tasks or 1
+        # What a leader knows must outlive it. A ledger knows slots, and not how often an entry has run.
+        inner.sync_every_tasks = inner.sync_every_tasks or 1
         return inner
 
     def _open_ledger(self) -> Ledger | None:

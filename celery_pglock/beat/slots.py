@@ -40,7 +40,11 @@ def due(plan: Any, after: datetime, now: datetime) -> datetime | None:
     a last run in it they say so again and again.
     """
     slot = pending(plan, after, now)
-    return None if is_later(slot, now) else slot
+    if not is_later(slot, now):
+        return slot
+    # django-celery-beat's clocked ones have a single slot, however late they are asked.
+    clocked_time: datetime | None = getattr(plan, "clocked_time", None)
+    return clocked_time and clocked_time.astimezone(timezone.utc)
 
 
 def pending(plan: Any, after: datetime, now: datetime) -> datetime | None:

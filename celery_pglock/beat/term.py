@@ -181,7 +181,7 @@ class Term:
                 self.behind = True
                 return schedstate(False, doubt)
             if self._was_sent(entry, slot):
-                return self._goes_on_after(entry, slot)
+                return self._counts_as_sent(entry, slot)
         except LockError as exc:
             self._candidate.warn(exc)
             self.behind = True
@@ -206,6 +206,12 @@ class Term:
             return self._put_aside(entry)
         vars(self.inner)["_heap"] = None
         return schedstate(False, 0)
+
+    def _counts_as_sent(self, entry: Any, slot: datetime) -> schedstate:
+        """Count a slot whose leader did not live to count it: it may be the only one of its entry."""
+        told = self._goes_on_after(entry, slot)
+        self._go_on_after(self._its_reserve(entry), slot)
+        return told
 
     def _put_aside(self, entry: Any) -> schedstate:
         """Let one entry wait for a poll. Older releases of Celery would let it keep all others waiting."""

@@ -357,11 +357,15 @@ def in_django(folder: Path, code: str) -> None:
     assert not done.returncode, done.stderr
 
 
-def test_django_celery_beat(make_beats: BeatsMaker, tables: sqlite3.Connection) -> None:
+@pytest.mark.parametrize("settings", [{}, LEDGER], ids=["no ledger", "ledger"])
+def test_django_celery_beat(
+    make_beats: BeatsMaker, tables: sqlite3.Connection, settings: dict[str, Any]
+) -> None:
     """A takeover loses nothing of an interval and sends a clocked task once; a change is seen."""
     beats = make_beats(
         pglock_beat_scheduler="django_celery_beat.schedulers:DatabaseScheduler",
         every=timedelta(seconds=1),  # the shortest that its tables hold
+        **settings,
     )
     beats.conf["beat_schedule"] = beats.entries("ab")
     first, second = beats.pair()

@@ -20,7 +20,7 @@ import psycopg
 import pytest
 from celery import Celery
 from celery.beat import Scheduler
-from celery.schedules import crontab, solar
+from celery.schedules import BaseSchedule, crontab, schedstate, solar
 
 from celery_pglock.beat import ElectedScheduler, slots
 from celery_pglock.beat import scheduler as scheduler_module
@@ -716,6 +716,46 @@ def test_who_takes_over_in_an_hour_that_comes_twice_sends_nothing_for_it(
     assert set(Counter(sent).values()) == {1}
     assert len(sent) >= 3
     assert {after - before for before, after in pairwise(sent)} == {SECOND}
+
+
+class Clocked(BaseSchedule):
+    """As django-celery-beat's, for which an entry's count tells that it has run."""
+
+    def __init__(self, clocked_time: datetime, app: Celery) -> None:
+        super().__init__(app=app)
+        self.clocked_time = clocked_time
+        self.asked = 0
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        return self.clocked_time - self.now()
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        self.asked += 1
+        left = self.remaining_estimate(last_run_at).total_seconds()
+        return schedstate(left <= 0, max(left, 0) or 1e8)
+
+
+def test_a_clocked_entry_has_one_slot_which_a_ledger_knows(
+    new_beat: Callable[..., ElectedScheduler],
+    app: Celery,
+    observer: psycopg.Connection,
+    sent: list[datetime],
+) -> None:
+    """Also when its leader did not live to count that it ran. No other entry waits for it."""
+    moment = datetime.now(timezone.utc)
+    once = Clocked(moment, app)
+    schedule = {"once": {"task": "once", "schedule": once}, "a": {"task": "a", "schedule": SECOND}}
+    first, second = (new_beat(beat_schedule=schedule, pglock_beat_ledger="ledger") for _ in "ab")
+    lead(first)
+    run(first, 0.3)
+    assert moment in sent
+    second.tick()
+    first.close()
+    run(second, 2.5)
+    observer.execute("DROP TABLE ledger")
+    assert set(Counter(sent).values()) == {1}
+    assert len(sent) >= 3
+    assert once.asked < 100, "a few times in each poll"
 
 
 # What others say, and what they leave.
