@@ -36,15 +36,18 @@ EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 def due(plan: Any, after: datetime, now: datetime) -> datetime | None:
     """Return the slot that is to be sent of a schedule which says that it is due.
 
-    None where it is mistaken. Celery's own are in an hour that the clock on the wall shows twice: asked about
-    a last run in it they say so again and again.
+    With rules of its own it may say so at any moment, which then is a slot. None where it is mistaken, as
+    Celery's own are in an hour that the clock on the wall shows twice: asked about a last run in it they say
+    so again and again.
     """
     slot = pending(plan, after, now)
     if not is_later(slot, now):
         return slot
     # django-celery-beat's clocked ones have a single slot, however late they are asked.
     clocked_time: datetime | None = getattr(plan, "clocked_time", None)
-    return clocked_time and clocked_time.astimezone(timezone.utc)
+    if clocked_time is not None:
+        return clocked_time.astimezone(timezone.utc)
+    return now if has_rules_of_its_own(plan) else None
 
 
 def pending(plan: Any, after: datetime, now: datetime) -> datetime | None:
@@ -70,7 +73,11 @@ def following(plan: Any, moment: datetime) -> datetime | None:
         return beyond
     if isinstance(plan, solar):
         return following_event(plan, moment)
-    slot = ask(plan, moment) if not isinstance(plan, crontab) else on_the_clock(plan, moment)[1]
+    try:
+        slot = ask(plan, moment) if not isinstance(plan, crontab) else on_the_clock(plan, moment)[1]
+    except NotImplementedError:
+        # Celery's beat never asks for it.
+        return None
     return slot if slot > moment else None
 
 
@@ -139,10 +146,15 @@ def is_interval(plan: Any) -> bool:
     """Whether a schedule is Celery's plain interval, and no class of the user's with rules of its own."""
     return (
         isinstance(plan, schedule)
-        and type(plan).is_due is schedule.is_due
+        and not has_rules_of_its_own(plan)
         and not plan.relative
         and plan.seconds > 0
     )
+
+
+def has_rules_of_its_own(plan: Any) -> bool:
+    """Whether a schedule is none of Celery's, and no crontab, as those of django-celery-beat are."""
+    return not isinstance(plan, (crontab, solar)) and type(plan).is_due is not schedule.is_due
 
 
 def is_later(slot: datetime | None, now: datetime) -> bool:

@@ -194,7 +194,10 @@ class Term:
             del self._next[entry.name]
         else:
             self._next[entry.name] = after
-        return schedstate(True, wait if after is None else max(0.0, (after - now).total_seconds()))
+        # Behind a moment of its own rules nothing is late.
+        if after is not None and slot != now:
+            wait = max(0.0, (after - now).total_seconds())
+        return schedstate(True, wait)
 
     def _goes_on_after(self, entry: Any, slot: datetime) -> schedstate:
         """Nothing is to be sent up to a slot: let the inner scheduler look at all entries anew, at once."""

@@ -718,6 +718,35 @@ def test_who_takes_over_in_an_hour_that_comes_twice_sends_nothing_for_it(
     assert {after - before for before, after in pairwise(sent)} == {SECOND}
 
 
+class OnlyIsDue(BaseSchedule):
+    """Says no more than Celery's beat asks."""
+
+    def is_due(self, last_run_at: datetime) -> schedstate:
+        left = 0.4 - (self.now() - last_run_at).total_seconds()
+        return schedstate(left <= 0, left if left > 0 else 0.4)
+
+
+class WhenWanted(OnlyIsDue):
+    """Is not due when it estimates to be."""
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        return last_run_at + timedelta(minutes=1) - self.now()
+
+
+@pytest.mark.parametrize("kind", [OnlyIsDue, WhenWanted])
+def test_a_schedule_with_rules_of_its_own_is_sent_when_it_says_so(
+    new_beat: Callable[..., ElectedScheduler],
+    app: Celery,
+    sent: list[datetime],
+    kind: type[BaseSchedule],
+) -> None:
+    beat = new_beat(beat_schedule={"own": {"task": "own", "schedule": kind(app=app)}})
+    lead(beat)
+    run(beat, 2.1)
+    assert 4 <= len(sent) <= 6
+    assert set(Counter(sent).values()) == {1}
+
+
 class Clocked(BaseSchedule):
     """As django-celery-beat's, for which an entry's count tells that it has run."""
 

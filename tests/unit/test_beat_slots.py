@@ -8,10 +8,11 @@ from zoneinfo import ZoneInfo
 
 import pytest
 from celery import Celery
-from celery.schedules import crontab, schedule, solar
+from celery.schedules import BaseSchedule, crontab, schedstate, schedule, solar
 
 from celery_pglock.beat import slots
 
+SECOND = timedelta(seconds=1)
 BERLIN = ZoneInfo("Europe/Berlin")
 
 
@@ -156,6 +157,25 @@ def test_a_user_s_own_schedule_is_asked_and_not_computed(app: Celery) -> None:
     moment = at("2026-11-30T12:00:03")
     assert slots.following(odd, moment) == moment + timedelta(seconds=7)
     assert slots.floor(odd, moment) == moment
+
+
+def test_what_says_by_rules_of_its_own_that_it_is_due_has_a_slot_now(app: Celery) -> None:
+    """Unless one is pending. Celery's own have none between theirs."""
+
+    class WhenAsked(schedule):
+        def is_due(self, last_run_at: datetime) -> schedstate:
+            return schedstate(True, 60)
+
+    class OnlyIsDue(BaseSchedule):
+        is_due = WhenAsked.is_due
+
+    now = at("2026-11-30T12:00:03")
+    just, long_ago = now - SECOND, now - 30 * SECOND
+    assert slots.due(WhenAsked(SECOND * 10, app=app), just, now) == now
+    assert slots.due(WhenAsked(SECOND * 10, app=app), long_ago, now) == long_ago + 10 * SECOND
+    assert slots.due(OnlyIsDue(app=app), long_ago, now) == now
+    assert slots.due(every(10, app), just, now) is None
+    assert slots.due(crontab(app=app), just, now) is None
 
 
 @pytest.mark.parametrize("event", ["sunrise", "sunset", "solar_noon"])
