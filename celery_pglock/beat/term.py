@@ -11,9 +11,11 @@ of these three, and of nothing else:
   What the scheduler writes down behind it waits until the slot is recorded.
 
 The lock may be lost while a message is on its way: the broker may have it, and its answer is still to come.
-So a publish is left alone for `GRACE` seconds. If it ends in them, the slot was sent, and is recorded late,
-on a new session. And the next leader does not send at once what another had begun to send: it asks again when
-the first `IN_DOUBT_FOR` seconds of its term are over.
+So a publish is left alone for its first `GRACE` seconds. If it ends in them, the slot was sent, and is
+recorded late, on a new session. Who was frozen in one wakes with these behind it, and is interrupted as soon
+as the loss is found: some milliseconds later, in which the message may still leave. And the next leader does
+not send at once what another had begun to send: it asks again when the first `IN_DOUBT_FOR` seconds of its
+term are over.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ logger = logging.getLogger(__name__)
 #: Seconds between two cleanings of the ledger.
 CLEAN_EVERY = 3600.0
 
-#: Seconds for which a publish may go on when its lock is lost. A broker that is well answers in less, and for
-#: one that hangs nobody need wait longer.
+#: Seconds that a publish may take although its lock is lost meanwhile. A broker that is well answers in less,
+#: and for one that hangs nobody need wait longer.
 GRACE = 0.5
 
 #: Seconds of a term in which another may still record what it had begun to send: its grace, and as much to

@@ -165,7 +165,7 @@ class Candidate:
     def interruptible(self, grace: float) -> AbstractContextManager[None]:
         """What a piece of work runs in that is stopped by `LockLost` if the lock is lost meanwhile.
 
-        What ends within ``grace`` seconds of the loss is not stopped. Nothing begins without the lock.
+        What ends within ``grace`` seconds of its beginning is not stopped. Nothing begins without the lock.
         """
         if self._keeper is None or self.term is None:
             return nullcontext()

@@ -42,8 +42,9 @@ class LockInterrupt(BaseException):
 class Interrupt:
     """Arms the running code for as long as the block lasts: when its hold is lost it can be stopped.
 
-    While armed it is a member of ``register``, where the watch finds it. When its loss is found it
-    is left alone for ``grace`` seconds: what ends in them ends as if nothing had happened.
+    While armed it is a member of ``register``, where the watch finds it. Its first ``grace`` seconds it is
+    left alone, whatever is lost: what ends in them ends as if nothing had happened. They count from its
+    beginning, since a loss may be found late: who was frozen meanwhile has had them.
     """
 
     def __init__(self, hold: Hold, register: set[Interrupt], *, grace: float = 0.0) -> None:
@@ -51,6 +52,7 @@ class Interrupt:
         self._register = register
         self._grace = grace
         self._armed = False
+        self._armed_at = 0.0
         #: When it is to be stopped next, once its loss was found.
         self._stop_at: float | None = None
         self._thrown = False
@@ -58,6 +60,7 @@ class Interrupt:
         self._throw, self._recall = way_into_this_code()
 
     def __enter__(self) -> None:
+        self._armed_at = time.monotonic()
         self._register.add(self)
         self._armed = True
         # A loss before this moment has woken the watch already, which found nobody to stop.
@@ -99,7 +102,7 @@ class Interrupt:
                 return
             now = time.monotonic()
             if self._stop_at is None:
-                self._stop_at = now + self._grace
+                self._stop_at = max(now, self._armed_at + self._grace)
             if now >= self._stop_at:
                 self._stop_at = now + INTERRUPT_EVERY
                 self._thrown = True

@@ -90,7 +90,8 @@ class Keeper:
     def interrupt_for(self, hold: Hold, *, grace: float = 0.0) -> Interrupt:
         """What stops the code that runs inside of it when the hold is lost. Raises `LockLost` then.
 
-        What ends within ``grace`` seconds of the loss is not stopped, and goes on as if nothing had happened.
+        What ends within ``grace`` seconds of its beginning is not stopped, and goes on as if nothing had
+        happened.
         """
         return Interrupt(hold, self._running, grace=grace)
 

@@ -445,7 +445,7 @@ def test_with_a_ledger_what_the_broker_had_when_the_lock_was_lost_is_sent_once(
         assert not any("its publishing was stopped" in beat.text() for beat in beats.beats)
 
 
-def test_a_publish_that_hangs_is_stopped_a_moment_after_the_lock_was_lost(
+def test_a_publish_that_hangs_is_stopped_when_the_lock_is_lost(
     make_beats: BeatsMaker, redis: Redis, observer: psycopg.Connection
 ) -> None:
     beats = make_beats(**LEDGER)
@@ -458,7 +458,7 @@ def test_a_publish_that_hangs_is_stopped_a_moment_after_the_lock_was_lost(
         struck = time.time()
         end(observer, first)
         beats.wait_logged(first, "its publishing was stopped, since", 5)
-        assert 0.5 <= time.time() - struck < 3
+        assert time.time() - struck < 3
         first.wait_following()
         assert second.leads()
         beats.reader.wait(12, since=struck)

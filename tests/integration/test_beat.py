@@ -33,6 +33,7 @@ from celery_pglock.locks.keeper import Keeper, close_all
 from celery_pglock.locks.keys import id_of
 from celery_pglock.locks.ledger import Ledger
 from integration.judge import Judge, eventually
+from integration.rivals import in_thread
 from localservers import PgBouncer, PostgreSQL
 
 SECOND = timedelta(seconds=1)
@@ -988,6 +989,35 @@ def test_what_was_sent_before_the_lock_was_lost_is_told_late(
     lead(follower)
     run(follower, 1.2)
     assert max(Counter(sent).values()) == (1 if late else 2)
+
+
+@pytest.mark.parametrize("frozen_for", [0.0, 1.0], ids=["control", "frozen"])
+def test_who_was_frozen_in_a_publish_sends_no_more_when_it_wakes(
+    new_beat: Callable[..., ElectedScheduler],
+    sent: list[datetime],
+    judge: Judge,
+    monkeypatch: pytest.MonkeyPatch,
+    frozen_for: float,
+) -> None:
+    """What the broker does not have is another's to send by then. A publish that has just begun may end."""
+    send, ends = Noting.apply_async, []
+
+    def freeze_and_send(self: Noting, entry: Any, **options: Any) -> None:
+        time.sleep(frozen_for)
+        ((_, pid),) = judge.locks()
+        # On a thread: what is interrupted is the publish, and not the judge.
+        ends.append(in_thread(lambda: judge.end(pid)))
+        time.sleep(0.3)
+        send(self, entry, **options)
+
+    monkeypatch.setattr(Noting, "apply_async", freeze_and_send)
+    beat = new_beat()
+    lead(beat)
+    while "leads" in repr(beat):
+        time.sleep(max(0.0, beat.tick()))
+    for end in ends:
+        end.result(timeout=10)
+    assert len(sent) == (0 if frozen_for else 1)
 
 
 def test_who_resigned_is_news_once(
