@@ -171,7 +171,7 @@ class Term:
         if not due:
             return schedstate(due, wait)
         now = utcnow()
-        last = max(as_utc(entry.last_run_at), self._sent.get(entry.name, slots.EPOCH))
+        last = max(as_utc(entry.last_run_at), self._sent.get(entry.name, slots.EPOCH), before_start(entry))
         slot = slots.due(entry.schedule, last, now)
         if slot is None:
             return self._goes_on_after(entry, last)
@@ -339,6 +339,12 @@ def with_slot(entry: Any, slot: datetime, ledger: Ledger | None) -> Any:
     headers = {**(entry.options.get("headers") or {}), SLOT_HEADER: header}
     sent.options = {**entry.options, "headers": headers}
     return sent
+
+
+def before_start(entry: Any) -> datetime:
+    """The last moment before an entry of django-celery-beat may run at all."""
+    start = getattr(getattr(entry, "model", None), "start_time", None)
+    return slots.EPOCH if start is None else as_utc(start) - INSTANT
 
 
 def abandon(inner: Scheduler) -> None:

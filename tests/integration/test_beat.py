@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import celery
@@ -716,6 +717,29 @@ def test_who_takes_over_in_an_hour_that_comes_twice_sends_nothing_for_it(
     run(beat, 2)
     assert set(Counter(sent).values()) == {1}
     assert len(sent) >= 3
+    assert {after - before for before, after in pairwise(sent)} == {SECOND}
+
+
+def test_an_entry_has_no_slot_before_its_start(
+    new_beat: Callable[..., ElectedScheduler], sent: list[datetime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Django-celery-beat's, which until then has a last run in the distant past."""
+    beat = new_beat(beat_schedule={})
+    lead(beat)
+    start = datetime.now(timezone.utc) - timedelta(seconds=5)
+    start = start.replace(microsecond=0)
+    inner = beat._term.inner
+    inner.update_from_dict({"late": {"task": "late", "schedule": SECOND}})
+    entry = inner.schedule["late"]
+    entry.last_run_at = start - timedelta(days=365 * 30)
+    monkeypatch.setattr(
+        Scheduler.Entry,
+        "model",
+        SimpleNamespace(start_time=start, last_run_at=entry.last_run_at),
+        raising=False,
+    )
+    run(beat, 1.5)
+    assert sent[0] == start
     assert {after - before for before, after in pairwise(sent)} == {SECOND}
 
 
