@@ -118,14 +118,17 @@ def following_event(plan: solar, moment: datetime) -> datetime | None:
 
 def ask(plan: Any, moment: datetime) -> datetime:
     """Return when a schedule that ran at a moment wants to run again."""
-    asked, slot = copy.copy(plan), moment
-    # Twice: older releases of Celery count by the clock on the wall. Asked at the slot itself they tell how
-    # far it lies off where the clocks change on the way.
-    for _ in range(2):
+    asked, before, slot = copy.copy(plan), moment, moment
+    # More than once: older releases of Celery count by the clock on the wall. Asked at the slot itself they
+    # tell how far it lies off where the clocks change on the way. One that no clock shows lies off for ever,
+    # before the change and behind it in turns: it is the one behind.
+    for _ in range(3):
         now = slot.astimezone(plan.tz)
         asked.nowfun = lambda now=now: now
-        slot += asked.remaining_estimate(moment.astimezone(plan.tz))
-    return slot
+        before, slot = slot, slot + asked.remaining_estimate(moment.astimezone(plan.tz))
+        if slot == before:
+            break
+    return max(before, slot)
 
 
 def floor(plan: Any, moment: datetime) -> datetime:
