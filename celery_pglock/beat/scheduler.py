@@ -246,7 +246,8 @@ class ElectedScheduler:
             self._stand_down("its scheduler failed", exc)
             return self.max_interval
         if wait > 0:
-            if not term.behind:
+            # A term that is over keeps what it has sent, each by itself: the next one has it to count.
+            if not term.behind and self._candidate.leads:
                 self._progress.sent_until(term.sent_until(began))
             self._candidate.tell(str(self._progress))
         if not self._candidate.leads:

@@ -139,20 +139,27 @@ class Term:
         sent_until = self._progress.until
         entries: dict[str, Any] = dict(self.inner.schedule)
         for name, entry in entries.items():
-            last = as_utc(entry.last_run_at)
+            stored = last = as_utc(entry.last_run_at)
+            # An entry that has never run says that it ran while it was built, which may take long.
+            is_stored = (began - stored).total_seconds() > self._poll
             if last > began + CLOCKS_DIFFER:
                 # In a table that beats of many hosts share, by one whose clock is wrong.
                 last = began
             if name in recorded:
                 last = recorded[name]
             elif sent_until is not None:
-                # An entry that has never run says that it ran while it was built, which may take long.
-                is_stored = (began - last).total_seconds() > self._poll
                 last = max(last, sent_until) if is_stored else sent_until
             if name in self._progress.last:
                 # Also with a ledger: a session may end between a send and its record.
                 last = max(last, self._progress.last[name])
             self._go_on_after(entry, last)
+            if name in recorded or name in self._progress.last:
+                self._count(entry, last, stored if is_stored else slots.EPOCH)
+
+    def _count(self, entry: Any, sent: datetime, counted: datetime) -> None:
+        """Count a slot that was sent by a leader who did not live to do so: it may be the only one."""
+        if counted < sent:
+            self._go_on_after(self._its_reserve(entry), sent)
 
     def _go_on_after(self, entry: Any, last: datetime) -> None:
         slot = self._sent[entry.name] = slots.floor(entry.schedule, last)
@@ -213,9 +220,9 @@ class Term:
         return schedstate(False, 0)
 
     def _counts_as_sent(self, entry: Any, slot: datetime) -> schedstate:
-        """Count a slot whose leader did not live to count it: it may be the only one of its entry."""
+        """A leader before this one has sent a slot, but did not live to count it."""
         told = self._goes_on_after(entry, slot)
-        self._go_on_after(self._its_reserve(entry), slot)
+        self._count(entry, slot, slots.EPOCH)
         return told
 
     def _put_aside(self, entry: Any) -> schedstate:
@@ -276,7 +283,8 @@ class Term:
     def _sync_put_off(self) -> Iterator[None]:
         """Put off what the inner scheduler writes down at the end of a send until that is recorded.
 
-        Its disk may be full. What is raised then must not hide that the broker has the message.
+        Its disk may be full. What is raised then must not hide that the broker has the message. If the lock
+        went meanwhile it writes nothing: the next term counts what was sent.
         """
         wanted: list[bool] = []
         vars(self.inner)["_do_sync"] = lambda: wanted.append(True)

@@ -53,6 +53,8 @@ class Candidate:
         #: Who leads instead, as far as was seen last.
         self.rival: Holder | None = None
         self._warned_at: float | None = None
+        #: The last statement that told something.
+        self._told = "SELECT true"
 
     @property
     def is_real(self) -> bool:
@@ -152,7 +154,8 @@ class Candidate:
         if self._channel is None:
             return
         escaped = note.replace("'", "''")
-        told = Statement(f"NOTIFY \"{self._channel}\", '{escaped}'")
+        self._told = f"NOTIFY \"{self._channel}\", '{escaped}'"
+        told = Statement(self._told)
         self.run(told)
         if told.error is not None:
             logger.warning("what this leader has done could not be told: %s", told.error)
@@ -175,15 +178,16 @@ class Candidate:
     def kept_for(self, seconds: float) -> Iterator[None]:
         """Keep the lock while something runs that does not `confirm` it, for so long at most.
 
-        For who has no ``pings`` otherwise.
+        For who has no ``pings`` otherwise. What it told last is told again, since who has just come reads the
+        last statement and no other.
         """
         if self._keeper is not None:
-            self._keeper.ping_for(seconds)
+            self._keeper.tell_for(seconds, self._told)
         try:
             yield
         finally:
             if self._keeper is not None:
-                self._keeper.ping_for(0.0)
+                self._keeper.tell_for(0.0, self._told)
 
     def resign(self) -> None:
         """Give the lock back, so that another can lead at once."""
@@ -221,9 +225,9 @@ class ListeningKeeper(Keeper):
         if hold.status is hold.Status.HELD:
             self._ask(Release(hold))
 
-    def ping_for(self, seconds: float) -> None:
-        """Let the server have signs of life for so long, and then no more."""
-        self._liveness.ping_for(seconds)
+    def tell_for(self, seconds: float, text: str) -> None:
+        """Let a statement be the sign of life for the server for so long, and then give none."""
+        self._liveness.ping_for(seconds, lambda: Statement(text))
 
     def listen(self, channel: str, told: Callable[[str], object]) -> None:
         """Hand on what is told on a channel of the database, with each answer and in `hear`.

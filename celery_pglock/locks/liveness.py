@@ -40,7 +40,8 @@ class Liveness:
         """
         self._settings = settings
         self._post = post
-        #: Up to when it asks for signs of life.
+        #: What a sign of life is asked for by, and up to when.
+        self._question: Callable[[], Request] = Ping
         self._ping_until = math.inf if pings else -math.inf
         #: Whether the sign of life that was asked for last has come: a second question would come no further.
         self._asked: threading.Lock | None = None
@@ -52,10 +53,11 @@ class Liveness:
     def ask(self) -> None:
         """Ask for a sign of life, unless one is asked for already."""
         if self._asked is None or not self._asked.locked():
-            self._asked = self._post(Ping())
+            self._asked = self._post(self._question())
 
-    def ping_for(self, seconds: float) -> None:
-        """Ask for signs of life for so long, and then no more."""
+    def ping_for(self, seconds: float, question: Callable[[], Request]) -> None:
+        """Ask for signs of life by this question for so long, and then no more."""
+        self._question = question
         self._ping_until = time.monotonic() + seconds
 
     def disown(self) -> None:
@@ -88,6 +90,7 @@ class Liveness:
             if time.monotonic() - session.given_up_at > third:
                 session.cut()
         elif session.silent_for > third and not session.has_an_answer():
+            session.fell_silent = True
             session.give_up(f"PostgreSQL did not answer for {2 * third:.1f} s")
 
     def _locate(self, session: Session) -> list[float]:

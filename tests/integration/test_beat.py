@@ -256,10 +256,11 @@ def test_a_lock_is_kept_while_a_scheduler_is_built_but_not_for_ever(
     new_beat: Callable[..., ElectedScheduler],
     sent: list[datetime],
     judge: Judge,
+    observer: psycopg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     kept_for: float,
 ) -> None:
-    """It says nothing to a server that bears 3 seconds of that."""
+    """It says nothing to a server that bears 3 seconds of that. What it told is still to be read there."""
     monkeypatch.setattr(scheduler_module, "BUILT_WITHIN", kept_for)
     set_up = Noting.setup_schedule
     held: list[bool] = []
@@ -268,6 +269,9 @@ def test_a_lock_is_kept_while_a_scheduler_is_built_but_not_for_ever(
         set_up(self)
         time.sleep(4.5)
         held.append(bool(judge.locks()))
+        if held[0]:
+            said = "SELECT query FROM pg_stat_activity WHERE pid = %s"
+            assert observer.execute(said, [judge.holder(BEAT)]).fetchone()[0].startswith("NOTIFY")
 
     monkeypatch.setattr(Noting, "setup_schedule", set_up_slowly)
     beat = new_beat(pglock_freeze_timeout=3)
@@ -368,6 +372,33 @@ def test_what_is_sent_is_recorded_where_a_scheduler_can_not_write_it_down(
     observer.execute("DROP TABLE ledger")
     assert len(sent) >= 2
     assert [due for (due,) in recorded] == sent
+
+
+@pytest.mark.parametrize("ledger", [None, "ledger"])
+def test_what_a_lost_term_has_sent_is_counted_in_the_next(
+    new_beat: Callable[..., ElectedScheduler],
+    sent: list[datetime],
+    judge: Judge,
+    observer: psycopg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    ledger: str | None,
+) -> None:
+    """An entry of django-celery-beat that is to run once would run again."""
+    send = Noting.apply_async
+
+    def send_and_lose(self: Noting, entry: Any, **options: Any) -> None:
+        send(self, entry, **options)
+        if len(sent) == 1:
+            judge.end(judge.locks()[0][1])
+
+    monkeypatch.setattr(Noting, "apply_async", send_and_lose)
+    beat = new_beat(beat_schedule={"a": {"task": "a", "schedule": 3 * SECOND}}, pglock_beat_ledger=ledger)
+    lead(beat)
+    while "leads" in repr(beat):
+        time.sleep(max(0.0, beat.tick()))
+    lead(beat)
+    assert beat.schedule["a"].total_run_count == len(sent) >= 1
+    observer.execute("DROP TABLE IF EXISTS ledger")
 
 
 def test_a_leader_writes_nothing_down_behind_a_send_that_cost_it_the_lock(
