@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,6 +19,8 @@ from .locks.leader import Leader as SettledLeader
 from .locks.settings import Settings
 
 __all__ = ["Leader", "advisory_lock"]
+
+logger = logging.getLogger(__name__)
 
 
 def advisory_lock(
@@ -41,11 +45,11 @@ def advisory_lock(
     it.
 
     Raises `LockNotAcquired`, `LockUnavailable`, `LockSetupError`, and `LockLost` at the end of a block whose
-    lock was lost; `ValueError` for a name that begins with the namespace, `TypeError` where neither app nor
-    database is named and it is not clear which app is meant.
+    lock was lost; `TypeError` where neither app nor database is named and it is not clear which app is meant.
     """
     check_options(mode, limit, scope, min_hold)
     settings = settings_for(app, database_url)
+    warn_of_namespace(settings, name)
     hold = new_hold(
         settings, name, shared=mode == "shared", limit=limit, min_hold=seconds("min_hold", min_hold) or 0.0
     )
@@ -72,6 +76,7 @@ class Leader(SettledLeader):
         database_url: str | None = None,
     ) -> None:
         settings = settings_for(app, database_url)
+        warn_of_namespace(settings, name)
         super().__init__(
             settings,
             lambda: new_hold(settings, name),
@@ -99,6 +104,10 @@ def app_of_this_thread(*, sure: bool) -> Celery:
         return app
     others = [other for other in _get_active_apps() if other is not app]
     if sure and len(others) > 1:
+        # Some may be gone, and not collected yet.
+        gc.collect()
+        others = [other for other in _get_active_apps() if other is not app]
+    if sure and len(others) > 1:
         raise TypeError(
             "no Celery app is current in this thread, and there are several: name one (app=), or make one the"
             " default of all threads by its set_default()"
@@ -106,16 +115,21 @@ def app_of_this_thread(*, sure: bool) -> Celery:
     return others[0] if len(others) == 1 else app
 
 
+def warn_of_namespace(settings: Settings | None, name: object) -> None:
+    """Warn of a name that was pasted from a log: the namespace is put in front of it once more."""
+    if settings is not None and isinstance(name, str) and name.startswith(f"{settings.namespace}:"):
+        logger.warning(
+            "lock %r: its whole name is %r, since the namespace is put in front",
+            name,
+            f"{settings.namespace}:{name}",
+        )
+
+
 def new_hold(settings: Settings | None, name: str | LockId, **options: object) -> Hold:
     if isinstance(name, LockId):
         return Hold(name, settings=settings, **options)  # type: ignore[arg-type]
     if not isinstance(name, str) or not name:
         raise TypeError(f"a lock's name is a text or a LockId, not {name!r}")
-    if settings is not None and name.startswith(f"{settings.namespace}:"):
-        raise ValueError(
-            f"lock {name!r}: the namespace is put in front of the name: write"
-            f" {name.removeprefix(f'{settings.namespace}:')!r}"
-        )
     text = full_name(settings.namespace if settings is not None else "", name, None)
     return Hold(id_of(text), text, settings=settings, **options)  # type: ignore[arg-type]
 

@@ -191,7 +191,7 @@ def ask_again(execution: Execution, error: LockError) -> NoReturn:
 
 
 def run_again(execution: Execution, error: BaseException) -> NoReturn:
-    """The lock was lost before the body began, or under it, and ``lock_on_lost`` is "retry"."""
+    """The lock was lost: before the body began, or under one whose ``lock_on_lost`` is "retry"."""
     if execution.is_item or execution.request.is_eager:
         raise error
     attempts = execution.attempts.after_failure()

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 #: Where a request tells its execution. A task that calls itself sees a copy of it, with all that it knows.
 MARK = "_pglock_execution"
 
+#: Seconds in which an identity is let go once its result can be seen. A task id may be used again at once.
+LET_GO_WITHIN = 2 * OWED_WITHIN
+
 _unsettled: ContextVar[Execution | None] = ContextVar("celery_pglock_unsettled", default=None)
 
 
@@ -175,9 +178,7 @@ class Execution:
         """Ask for the lock, and tell what came of it."""
         asked = self.scope.acquire(self.hold, self.identity)
         if asked.answer is Answer.SAME_EXECUTION:
-            # A task id may be used again as soon as its result is there, and its identity is let go a moment
-            # later.
-            time.sleep(2 * OWED_WITHIN)
+            time.sleep(LET_GO_WITHIN)
             asked = self.scope.acquire(self.hold, self.identity)
         if asked.answer is Answer.CONFLICT and self.options.on_conflict == "wait":
             asked = self._wait()

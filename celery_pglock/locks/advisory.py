@@ -47,8 +47,9 @@ class AdvisoryLock:
         outer = covering(self._hold)
         if outer is not None:
             return outer
-        enter(self._hold)
         try:
+            # Inside: an interrupt right behind it would leave it to all that runs here later.
+            enter(self._hold)
             if self._settings is not None:
                 self._acquire(self._settings)
             if self._abort and self._scope is not None:

@@ -83,7 +83,9 @@ class Hold:
         if self.id != other.id:
             return False
         mine, its = self._settings, other._settings
-        return mine is its or (mine and mine.database_url) == (its and its.database_url)
+        if mine is None or its is None:
+            return mine is its
+        return mine.same_database(its)
 
     @property
     def lost(self) -> bool:

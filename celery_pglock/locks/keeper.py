@@ -301,7 +301,7 @@ class Keeper:
         except SessionBroken as exc:
             self._drop_session(str(exc))
             # On a silent network a second try would have everybody wait for nothing.
-            if session.given_up_at is None and self._asks_anew:
+            if not session.fell_silent and self._asks_anew:
                 raise
             refuse(requests, LockUnavailable(str(exc)))
         except LockSetupError as exc:

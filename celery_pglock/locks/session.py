@@ -101,6 +101,8 @@ class Session:
         self.server: bytes | None = None
         #: When its holds were given up although the connection stands, see `give_up`.
         self.given_up_at: float | None = None
+        #: Whether that was for its silence.
+        self.fell_silent = False
         self._connection = connect(settings, application_name, Connection)
         # Kept, since the watch may look at a session while somebody else closes it.
         self._socket: int = self._connection.fileno()

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
 __all__ = ["Settings"]
+
+#: What tells a database from another in a URL or conninfo.
+PLACE = ("service", "host", "hostaddr", "port", "dbname")
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,16 @@ class Settings:
     freeze_timeout: float | None = None
     #: Seconds after which a lock counts as lost while ``database_url`` leads to another server; None: never.
     failover_timeout: float | None = 60.0
+
+    def same_database(self, other: Settings) -> bool:
+        """Whether both lead to one database, as far as their texts tell."""
+        if self.database_url == other.database_url:
+            return True
+        try:
+            mine, its = (conninfo_to_dict(each.database_url) for each in (self, other))
+        except psycopg.Error:
+            return False
+        return all(mine.get(part) == its.get(part) for part in PLACE)
 
     @property
     def locate_every(self) -> float | None:

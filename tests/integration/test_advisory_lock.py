@@ -20,6 +20,7 @@ import psycopg
 import pytest
 from celery import Celery
 from celery.exceptions import ImproperlyConfigured
+from psycopg.conninfo import make_conninfo
 
 from celery_pglock import (
     AdvisoryLockedTask,
@@ -323,10 +324,19 @@ def test_a_name_in_another_database_is_another_lock(judge: Judge, postgres: Post
         assert judge.observer.execute(holders).fetchone() == (2,)
 
 
-def test_a_name_with_its_namespace_is_refused(app: Celery) -> None:
-    """Logs and markers show it whole. Pasted from there it would lock another name than the task."""
-    with pytest.raises(ValueError, match=r"write 'shop.train:tenant:42'"):
-        advisory_lock("celery:shop.train:tenant:42", app=app)
+def test_one_database_may_be_named_in_two_ways(dsn: str, judge: Judge) -> None:
+    """Else a block inside of another would wait for itself."""
+    conninfo = make_conninfo(dsn, connect_timeout=5)
+    with advisory_lock("deploy", database_url=dsn), advisory_lock("deploy", database_url=conninfo):
+        assert len(judge.locks()) == 1
+
+
+def test_a_name_with_its_namespace_is_told(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    """Logs and markers show it whole. Pasted from there it locks another name than the task."""
+    advisory_lock("shop.train:tenant:42", app=app)
+    assert not caplog.records
+    advisory_lock("celery:shop.train:tenant:42", app=app)
+    assert "its whole name is 'celery:celery:shop.train:tenant:42'" in caplog.text
 
 
 def test_a_script_needs_no_app(dsn: str, judge: Judge, tmp_path: Path) -> None:
