@@ -437,11 +437,14 @@ def test_a_pager_has_the_terminal(terminal: Terminal, tmp_path: Path) -> None:
     """What reads a command's output listens to the user, until the command itself asks for him."""
     pager = "sh -c 'read key </dev/tty; echo pager got $key; exec cat'"
     command = python(
-        "import os, time\nwhile not os.path.exists('ask'): time.sleep(0.01)\nprint('command got', input())"
+        "import os, time\nopen('runs', 'w').close()\nwhile not os.path.exists('ask'): time.sleep(0.01)\n"
+        "print('command got', input())"
     )
     terminal.types(f"{under_the_lock(*command).strip()} | {pager}\n")
     terminal.types("one\n")
     terminal.sees("pager got one")
+    # The pager may run while the shell has not begun the other half: that would not hear of a stop yet.
+    eventually((tmp_path / "runs").exists, "the command runs")
     terminal.stops()
     terminal.answers()
     terminal.types("fg\n")
