@@ -298,6 +298,9 @@ def test_beats_that_can_not_work_do_not_say_at_each_poll_who_tries(
     with caplog.at_level(logging.INFO), ThreadPoolExecutor() as threads:
         ticks = [threads.submit(tick, beat) for beat in beats]
         try:
+            # Who has not tried yet may see the others pass the lock between them, and says so.
+            eventually(lambda: caplog.text.count("this process can't lead") == len(beats), "each has tried")
+            caplog.clear()
             time.sleep(3)
             said = [record.message for record in caplog.records]
             observer.execute("CREATE SCHEMA nowhere")
@@ -306,7 +309,7 @@ def test_beats_that_can_not_work_do_not_say_at_each_poll_who_tries(
             stopped.set()
         for each in ticks:
             each.result()
-    assert len(said) <= 9
+    assert len(said) <= 3
     assert not [line for line in said if "leads: " in line]
     observer.execute("DROP SCHEMA nowhere CASCADE")
 
