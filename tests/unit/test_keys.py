@@ -241,6 +241,7 @@ def test_a_hundred_thousand_names_give_as_many_ids() -> None:
     ("lock_key", "body", "hint"),
     [
         ("tenant:{tenant_id}", train, "<tenant_id>"),
+        ("tenant_id", train, "write <tenant_id>"),
         ("tenant:{}", train, "<argument>"),
         ("tenant:<tenant>", train, "it takes tenant_id, full"),
         ("<tenant_id.>", train, "<argument.name>"),
