@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from celery.exceptions import ImproperlyConfigured
 
 from .durations import seconds_of
 from .locks.settings import Settings
+from .spelling import advice_for
 
 __all__ = ["BeatSettings", "beat_settings_of", "fix_settings", "forget_settings", "ledger_of", "settings_of"]
 
@@ -65,8 +65,7 @@ def refuse_unknown(app: Celery) -> None:
     for key in given:
         name = key.removeprefix(prefix).lower() if prefix and key.startswith(prefix) else key
         if name.startswith("pglock_") and name not in SETTINGS:
-            close = difflib.get_close_matches(name, SETTINGS, n=1)
-            advice = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(SETTINGS)}"
+            advice = advice_for(name, SETTINGS, "settings")
             raise ImproperlyConfigured(f"celery-pglock: there is no setting {name}: {advice}")
 
 

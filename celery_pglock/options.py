@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from celery.exceptions import ImproperlyConfigured
 from .durations import seconds_of
 from .locks import keys
 from .locks.errors import LockKeyError
+from .spelling import advice_for
 
 __all__ = ["DECISIONS", "UNSET", "LockOptions", "entry_options", "lock_options_of"]
 
@@ -93,10 +93,9 @@ def lock_options_of(
     With an ``unlocked_base`` only tasks that set an option below it are locked. Raises
     `ImproperlyConfigured`.
     """
-    known = {name for name in vars(declared_by) if name.startswith("lock_")}
-    for name in sorted(set(options_given(task, declared_by)) - known):
-        close = difflib.get_close_matches(name, known, n=1)
-        advice = f"did you mean {close[0]}?" if close else f"the options are {', '.join(sorted(known))}"
+    known = sorted(name for name in vars(declared_by) if name.startswith("lock_"))
+    for name in sorted(set(options_given(task, declared_by)).difference(known)):
+        advice = advice_for(name, known, "options")
         raise ImproperlyConfigured(f"task {task.name!r}: there is no option {name}: {advice}")
     if unlocked_base is not None and not any(options_given(task, unlocked_base)):
         return None
