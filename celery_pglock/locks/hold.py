@@ -88,6 +88,11 @@ class Hold:
         return mine.same_database(its)
 
     @property
+    def is_for_work(self) -> bool:
+        """Whether somebody works under it, and it is no mark of our own."""
+        return self._settings is not None
+
+    @property
     def lost(self) -> bool:
         """Whether the lock is gone although nobody released it."""
         return self._status is self.Status.LOST

@@ -35,8 +35,8 @@ class Line:
         self.connected_at = time.monotonic()
         #: Whether a body has had the connection, and whether it leads to one session of the server.
         self.was_lent = self.is_direct = False
-        #: When the question was asked that is not answered yet, while there is one of ours.
-        self.asked_at: float | None = None
+        #: When the question is to be answered that is not answered yet, while there is one of ours.
+        self.answer_due: float | None = None
         self.hold: Hold | None = None
         #: Whether the connection has ended, seen by the watch, and whether that was its own doing.
         self.ended = self.was_cut = False
@@ -56,14 +56,17 @@ class Line:
         timeout = self.settings.failover_timeout
         return timeout is not None and time.monotonic() - self.connected_at > timeout
 
-    def ask(self, *statements: str) -> list[list[bytes | None]]:
-        """Send statements together, in a bounded time, and return the rows of the last."""
-        self.asked_at = time.monotonic()
+    def ask(self, *statements: str, waits: float | None = 0.0) -> list[list[bytes | None]]:
+        """Send statements together and return the rows of the last, in a bounded time.
+
+        ``waits``: the seconds that the server may wait before it answers; None, for ever, has no bound.
+        """
+        self.answer_due = None if waits is None else time.monotonic() + waits + self.settings.loss_timeout
         self.watch.wake()
         try:
             return query(self.connection, "; ".join(statements))
         finally:
-            self.asked_at = None
+            self.answer_due = None
 
     def is_gone_by(self, exc: BaseException) -> bool:
         """Whether an error tells that the connection has ended, and not what the body left on it.
@@ -110,9 +113,9 @@ class Line:
 
     def _on_pause(self) -> float | None:
         pauses = []
-        asked_at = self.asked_at
-        if asked_at is not None:
-            left = asked_at + self.settings.loss_timeout - time.monotonic()
+        due = self.answer_due
+        if due is not None:
+            left = due - time.monotonic()
             if left <= 0:
                 self.was_cut = True
                 cut(self.connection)

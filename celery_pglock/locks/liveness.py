@@ -1,23 +1,18 @@
 """Notices that a session is no good although its connection stands: a silent network, a replaced server.
 
-The end of a connection shows by itself, see `watch`. For these two somebody has to ask, now and then.
+The end of a connection shows by itself, see `watch`. For these two somebody has to ask, now and then: the
+session itself, or the server about it where it can't be asked, since it stands in the queue for a lock.
 """
 
 from __future__ import annotations
 
-import _thread
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 
-import psycopg
-
-from .errors import LockError
-from .line import Line
+from .outlook import outlook_for
 from .requests import Ping, Request
-from .server import WHO_AM_I
 from .session import Session
 from .settings import Settings
 
@@ -45,10 +40,12 @@ class Liveness:
         self._ping_until = math.inf if pings else -math.inf
         #: Whether the sign of life that was asked for last has come: a second question would come no further.
         self._asked: threading.Lock | None = None
+        #: When it looked at a session in the queue last.
+        self._looked_at = -math.inf
 
     def look_at(self, session: Session) -> list[float]:
         """Do what is due for a session, and return the seconds until more may be."""
-        return self._keep_alive(session) + self._locate(session)
+        return self._keep_alive(session) + self._locate(session) + self._see_in_queue(session)
 
     def ask(self) -> None:
         """Ask for a sign of life, unless one is asked for already."""
@@ -104,10 +101,10 @@ class Liveness:
         if session.server is None:
             return [pause]
         outlook = outlook_for(self._settings)
-        looked_at, found = outlook.seen
-        if looked_at > session.located_at:
-            session.located_at = looked_at
-            if found not in (None, session.server):
+        seen = outlook.seen
+        if seen.at > session.located_at:
+            session.located_at = seen.at
+            if seen.server not in (None, session.server):
                 session.give_up("pglock_database_url leads to another server by now")
                 session.cut()
                 return []
@@ -120,56 +117,28 @@ class Liveness:
         outlook.look()
         return [GLANCE_EVERY]
 
+    def _see_in_queue(self, session: Session) -> list[float]:
+        """Give a session up that waits for a lock, and that nobody can see waiting.
 
-class Outlook:
-    """Where a URL leads, seen from a new connection: one for all sessions of the process."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        #: When somebody looked last, and the server that was found, None where nobody could tell.
-        self.seen: tuple[float, bytes | None] = (-math.inf, None)
-        #: Held by the thread that looks.
-        self._looking = threading.Lock()
-
-    def look(self) -> None:
-        """Look aside, since to connect may take its time, and not while somebody does."""
-        if not self._looking.locked():
-            _thread.start_new_thread(self._look, ())
-
-    def _look(self) -> None:
-        # Two may have been started.
-        if not self._looking.acquire(blocking=False):
-            return
-        began, found = time.monotonic(), None
-        try:
-            found = find_primary(self._settings)
-        finally:
-            self.seen = began, found
-            self._looking.release()
-
-
-_outlooks: dict[Settings, Outlook] = {}
-# In a forked child nobody looks, whoever did so in its parent.
-os.register_at_fork(after_in_child=_outlooks.clear)
-
-
-def outlook_for(settings: Settings) -> Outlook:
-    return _outlooks.get(settings) or _outlooks.setdefault(settings, Outlook(settings))
-
-
-def find_primary(settings: Settings) -> bytes | None:
-    """Return which primary a new connection reaches.
-
-    None where nobody can tell: the server is full, or a standby that may become the primary yet.
-    """
-    try:
-        line = Line(settings)
-    except LockError:
-        return None
-    try:
-        [[_, in_recovery, server]] = line.ask(WHO_AM_I)
-    except psycopg.Error:
-        return None
-    finally:
-        line.close()
-    return server if in_recovery == b"f" else None
+        A proxy answers keepalives for a server that is gone, and would let it wait for ever, with all locks
+        that it holds. Behind a pooler that has no connection left nobody could look.
+        """
+        third = self._settings.loss_timeout / 3
+        pause = third if session.carries_work else self._settings.locate_every
+        ask_aside = session.remote and not self._settings.session_pooler and session.given_up_at is None
+        if not ask_aside or pause is None or not session.unseen_for:
+            return []
+        outlook, now = outlook_for(self._settings), time.monotonic()
+        if outlook.seen.shows(session):
+            session.seen_in_queue(outlook.seen.at)
+        if now - self._looked_at > third:
+            # Who has just come, or was frozen, can't say how long nobody saw it.
+            session.seen_in_queue(now)
+        self._looked_at = now
+        if session.unseen_for > 2 * pause and not session.has_an_answer():
+            session.fell_silent = True
+            session.give_up(f"PostgreSQL was not seen to let it wait for {2 * pause:.1f} s")
+        elif session.unseen_for > pause and now - outlook.seen.at > third / 3:
+            outlook.look()
+            return [GLANCE_EVERY]
+        return [third / 4]

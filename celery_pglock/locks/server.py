@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from psycopg.pq.abc import PGresult
 
 __all__ = [
+    "CONNECT_TIMEOUT",
     "IN_RECOVERY",
     "WHO_AM_I",
     "Connection",

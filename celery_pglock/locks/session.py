@@ -93,6 +93,9 @@ class Session:
         self._sent_at: float | None = None
         #: Until when the statement under way may stand in the queue; 0 for one that does not.
         self._queues_until = 0.0
+        #: When it was last seen there by somebody else, and by what process of the server it is known.
+        self._seen_in_queue_at = -math.inf
+        self.pid: int | None = None
         self._answered_at = time.monotonic()
         #: When it last answered more than a sign of life.
         self._worked_at = self._answered_at
@@ -127,7 +130,7 @@ class Session:
             check_server(self._connection, who, self._settings)
             # In this order: a look that began earlier may have found the server before.
             self.located_at = time.monotonic()
-            self.server = who[2]
+            self.pid, self.server = int(who[0] or 0), who[2]
             self._query(set_statement(session_settings(self._settings)))
         except psycopg.Error as exc:
             raise refusal_of(exc) from exc
@@ -152,6 +155,24 @@ class Session:
     def holds_something(self) -> bool:
         """Whether anything depends on this session."""
         return bool(self._holds or self._readers)
+
+    @property
+    def carries_work(self) -> bool:
+        """Whether somebody works under it, and does not only wait."""
+        return any(hold.is_for_work for hold in self._all_holds())
+
+    @property
+    def unseen_for(self) -> float:
+        """Seconds since it was last known to stand in the server's queue; 0 where it does not."""
+        # In this order, see `silent_for`.
+        in_queue, sent_at = self._queues_until, self._sent_at
+        if not in_queue or sent_at is None:
+            return 0.0
+        return time.monotonic() - max(sent_at, self._seen_in_queue_at)
+
+    def seen_in_queue(self, at: float) -> None:
+        """Take down that it was seen in the server's queue at a moment, by who could not ask it."""
+        self._seen_in_queue_at = max(at, self._seen_in_queue_at)
 
     @property
     def silent_for(self) -> float:
@@ -239,11 +260,12 @@ class Session:
     def leave_queue(self) -> bool:
         """Take back a wait that was interrupted, so that what else is held stays.
 
-        False where nothing else is, where the interrupt came elsewhere than in the queue, and where
-        PostgreSQL does not answer at once: then what it has granted is unknown.
+        False where nothing else is, or all of it is lost, where the interrupt came elsewhere than in the
+        queue, and where PostgreSQL does not answer at once: then what it has granted is unknown.
         """
         in_queue = self._queues_until and self._sent_at is not None
-        if not in_queue or not self.holds_something or self._connection.closed:
+        is_lost = self._connection.closed or self.given_up_at is not None
+        if not in_queue or not self.holds_something or is_lost:
             return False
         try:
             if self._connection.info.transaction_status is psycopg.pq.TransactionStatus.ACTIVE:

@@ -14,6 +14,7 @@ from .requests import Answer
 __all__ = [
     "DRAW",
     "OWN_LOCKS",
+    "QUEUED",
     "REFUSED",
     "answer_of",
     "if_locked",
@@ -31,6 +32,9 @@ OWN_LOCKS = """
     SELECT classid::bigint, objid::bigint, objsubid, (mode = 'ShareLock')::int FROM pg_locks
     WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
 """
+
+#: The processes of the server that wait for an advisory lock.
+QUEUED = "SELECT string_agg(pid::text, ' ') FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
 
 #: Draw a number that is greater than every one before, in the whole cluster. An id under which nothing was
 #: written is drawn again after a crash of the server. A message in the log makes its transaction one that is

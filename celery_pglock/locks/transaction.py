@@ -195,8 +195,9 @@ class Transaction:
             try:
                 self._try(line, asked, question)
             except LineLost:
-                # A warm one may have ended while nobody used it: that costs nothing.
-                if not was_warm:
+                # A warm one may have ended while nobody used it: that costs nothing. On a silent network a
+                # second try would be as long.
+                if not was_warm or line.was_cut:
                     raise
                 line = Line(self._settings)
                 self._try(line, asked, question)
@@ -236,7 +237,7 @@ class Transaction:
             before = line.ask(*begin, SHOW)[0]
             waits = dict(zip(TIMEOUTS, (milliseconds(asked.wait), "0"), strict=True))
             line.ask(set_statement(waits, local=True))
-            slot, pid = query(line.connection, lock)[0]
+            slot, pid = line.ask(lock, waits=asked.wait)[0]
             line.ask(set_statement(dict(zip(TIMEOUTS, map(text, before), strict=True)), local=True))
         line.is_direct = int(pid or 0) == line.connection.info.backend_pid
         return slot

@@ -25,14 +25,17 @@ from celery_pglock import (
     LockId,
     LockLost,
     LockNotAcquired,
+    LockUnavailable,
     advisory_lock,
     is_skipped,
 )
 from celery_pglock.config import settings_of
 from celery_pglock.execution import Execution, settle
+from celery_pglock.locks import process
 from celery_pglock.locks.hold import Hold
 from celery_pglock.locks.keeper import Keeper, keeper_for
 from celery_pglock.locks.requests import Answer, Statement
+from celery_pglock.locks.settings import Settings
 from faults.proxy import Proxy
 from integration.judge import Judge, eventually
 from integration.rivals import (
@@ -481,6 +484,174 @@ def test_a_bounded_wait_ends_on_a_network_that_falls_silent(
             proxy.resume()
             waiter.release(hold)
             keeper.release(outer)
+
+
+@pytest.fixture
+def proxy(postgres: PostgreSQL) -> Iterator[Proxy]:
+    with Proxy(postgres.port) as proxy:
+        yield proxy
+        proxy.resume()
+
+
+#: Seconds that bound the silence in the tests of it: the least that the package accepts.
+LOSS_TIMEOUT = 3.0
+
+
+def go_on(proxy: Proxy, judge: Judge) -> None:
+    """Let what would wait on and on have its answer in the end."""
+    proxy.resume()
+    judge.give_back()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_an_endless_wait_shows_a_silent_network_to_who_works_around_it(
+    new_keeper: NewKeeper, judge: Judge, proxy: Proxy, dbname: str, silent: bool
+) -> None:
+    """It says nothing by itself, and stands on the session of the locks around it where one body runs."""
+    keeper = new_keeper(f"postgresql://postgres@127.0.0.1:{proxy.port}/{dbname}", loss_timeout=LOSS_TIMEOUT)
+    outer = taken(keeper, OTHER, settings=keeper._settings)
+    judge.take(ID)
+    answered = threading.Timer(1.5 * LOSS_TIMEOUT if not silent else 3 * LOSS_TIMEOUT, go_on, [proxy, judge])
+    since: list[float] = []
+
+    def go_silent() -> None:
+        wait_until_waiting(judge, 1)
+        if silent:
+            proxy.stall()
+        since.append(time.monotonic())
+        answered.start()
+
+    helper = in_thread(go_silent)
+    hold, waiter = Hold(ID), keeper.waiter()
+    try:
+        with pytest.raises(LockLost) if silent else nullcontext(), keeper.interrupt_for(outer):
+            assert waiter.wait(hold, None).answer is Answer.GRANTED
+        took = time.monotonic() - since[0]
+        is_over(helper)
+        assert outer.lost is silent
+        print(f"noticed after {took:.1f} s")
+        assert not silent or took < 1.5 * LOSS_TIMEOUT
+    finally:
+        answered.cancel()
+        proxy.resume()
+        judge.give_back()
+        waiter.release(hold)
+        keeper.release(outer)
+
+
+def test_an_endless_wait_ends_on_a_network_that_falls_silent(
+    new_keeper: NewKeeper, judge: Judge, proxy: Proxy, dbname: str
+) -> None:
+    """Nobody works under it: it is looked for as rarely as where its URL leads."""
+    url = f"postgresql://postgres@127.0.0.1:{proxy.port}/{dbname}"
+    keeper = new_keeper(url, loss_timeout=LOSS_TIMEOUT, failover_timeout=LOSS_TIMEOUT)
+    judge.take(ID)
+    answered = threading.Timer(5 * LOSS_TIMEOUT, go_on, [proxy, judge])
+
+    def go_silent() -> None:
+        wait_until_waiting(judge, 1)
+        time.sleep(1.5 * LOSS_TIMEOUT)
+        assert waiting(judge), "it was given up although it was seen"
+        proxy.stall()
+        answered.start()
+
+    helper = in_thread(go_silent)
+    hold, waiter = Hold(ID), keeper.waiter()
+    try:
+        assert waiter.wait(hold, None).answer is Answer.UNKNOWN
+        is_over(helper)
+        assert answered.is_alive(), "it ended when the network did go on"
+    finally:
+        answered.cancel()
+        proxy.resume()
+        judge.give_back()
+        waiter.release(hold)
+
+
+def test_a_server_that_lets_nobody_in_is_not_silent(
+    new_keeper: NewKeeper, judge: Judge, postgres: PostgreSQL, dbname: str, way: str
+) -> None:
+    """It may be full for as long as the wait takes, which costs no lock."""
+    if way == "owner":
+        pytest.skip("a wait of many bodies has a session of its own")
+    judge.observer.execute("CREATE ROLE loner LOGIN CONNECTION LIMIT 2")
+    try:
+        keeper = new_keeper(
+            f"postgresql://loner@127.0.0.1:{postgres.port}/{dbname}", loss_timeout=LOSS_TIMEOUT
+        )
+        outer = taken(keeper, OTHER, settings=keeper._settings)
+        judge.take(ID)
+
+        def fill_up() -> None:
+            wait_until_waiting(judge, 1)
+            judge.observer.execute("ALTER ROLE loner CONNECTION LIMIT 0")
+            time.sleep(1.5 * LOSS_TIMEOUT)
+            judge.give_back()
+
+        helper = in_thread(fill_up)
+        hold, waiter = Hold(ID), keeper.waiter()
+        assert waiter.wait(hold, None).answer is Answer.GRANTED
+        is_over(helper)
+        assert not outer.lost
+        waiter.release(hold)
+        keeper.release(outer)
+        keeper.retire()
+    finally:
+        judge.observer.execute("DROP ROLE loner")
+
+
+def test_who_was_frozen_while_it_waited_has_lost_nothing(
+    judge: Judge, proxy: Proxy, dbname: str, way: str
+) -> None:
+    """Nobody has seen it meanwhile, since it was itself that did not look."""
+    if way == "owner":
+        pytest.skip("a wait of many bodies has a session of its own")
+    url = f"postgresql://postgres@127.0.0.1:{proxy.port}/{dbname}"
+
+    def wait_under_another() -> None:
+        process.serve_one_at_a_time()
+        keeper = Keeper(Settings(url, loss_timeout=LOSS_TIMEOUT))
+        outer = taken(keeper, OTHER, settings=keeper._settings)
+        with keeper.interrupt_for(outer):
+            assert keeper.waiter().wait(Hold(ID), None).answer is Answer.GRANTED
+        keeper.close()
+
+    judge.take(ID)
+    child = forked(wait_under_another)
+    wait_until_waiting(judge, 1)
+    for _ in range(3):
+        os.kill(child, signal.SIGSTOP)
+        time.sleep(1.2 * LOSS_TIMEOUT)
+        os.kill(child, signal.SIGCONT)
+        time.sleep(0.2)
+    judge.give_back()
+    assert status_of(child) == 0
+
+
+def test_a_bounded_wait_in_a_transaction_ends_on_a_network_that_falls_silent(
+    judge: Judge, proxy: Proxy, dbname: str, app: Celery
+) -> None:
+    """Within the bound for silence after its time."""
+    app.conf.update(
+        pglock_database_url=f"postgresql://postgres@127.0.0.1:{proxy.port}/{dbname}",
+        pglock_loss_timeout=LOSS_TIMEOUT,
+    )
+    judge.take(ID)
+    helper = in_thread(lambda: (wait_until_waiting(judge, 1), proxy.stall()))
+    answered = threading.Timer(3 * LOSS_TIMEOUT, go_on, [proxy, judge])
+    answered.start()
+    try:
+        with (
+            pytest.raises(LockUnavailable, match="no answer"),
+            advisory_lock(ID, 1, scope="transaction", app=app),
+        ):
+            pass
+        is_over(helper)
+        assert answered.is_alive(), "it ended when the network did go on"
+    finally:
+        answered.cancel()
+        proxy.resume()
+        judge.give_back()
 
 
 def test_a_fork_beside_a_waiter_costs_it_nothing(dsn: str, judge: Judge, scope: str) -> None:

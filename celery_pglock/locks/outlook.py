@@ -1,0 +1,101 @@
+"""What a new connection shows of a server that no session can be asked about.
+
+Where its URL leads by now, and whose sessions stand in the queue for a lock: these answer nothing.
+"""
+
+from __future__ import annotations
+
+import _thread
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psycopg
+
+from .errors import LockError
+from .line import Line
+from .server import CONNECT_TIMEOUT, WHO_AM_I
+from .settings import Settings
+from .sql import QUEUED
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["Outlook", "Sight", "outlook_for"]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What was seen from a new connection that was opened at a moment."""
+
+    at: float = -math.inf
+    #: The primary that it reached, None where nobody can tell.
+    server: bytes | None = None
+    #: The processes of that server that wait for an advisory lock.
+    queued: frozenset[int] = frozenset()
+    #: Whether a server that let nobody in said so: it may be full, and alive.
+    refused: bool = False
+
+    def shows(self, session: Session) -> bool:
+        """Whether the server lets a session wait, as far as it lets anybody see."""
+        return self.refused or (self.server == session.server and session.pid in self.queued)
+
+
+class Outlook:
+    """Where a URL leads, seen from a new connection: one for all sessions of the process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        #: What was seen last.
+        self.seen = Sight()
+        #: Held by the thread that looks.
+        self._looking = threading.Lock()
+
+    def look(self) -> None:
+        """Look aside, since to connect may take its time, and not while somebody does."""
+        if not self._looking.locked():
+            _thread.start_new_thread(self._look, ())
+
+    def _look(self) -> None:
+        # Two may have been started.
+        if not self._looking.acquire(blocking=False):
+            return
+        sight = Sight(time.monotonic())
+        try:
+            sight = seen_from_outside(self._settings)
+        finally:
+            self.seen = sight
+            self._looking.release()
+
+
+_outlooks: dict[Settings, Outlook] = {}
+# In a forked child nobody looks, whoever did so in its parent.
+os.register_at_fork(after_in_child=_outlooks.clear)
+
+
+def outlook_for(settings: Settings) -> Outlook:
+    return _outlooks.get(settings) or _outlooks.setdefault(settings, Outlook(settings))
+
+
+def seen_from_outside(settings: Settings) -> Sight:
+    """Look from a new connection where the URL leads, and who waits for a lock there.
+
+    A server that is full, or a standby that may become the primary yet, tells nothing.
+    """
+    began = time.monotonic()
+    try:
+        line = Line(settings)
+    except LockError:
+        # Only silence takes its time.
+        return Sight(began, refused=time.monotonic() - began < CONNECT_TIMEOUT / 2)
+    try:
+        [[_, in_recovery, server]] = line.ask(WHO_AM_I)
+        [[queued]] = line.ask(QUEUED)
+    except psycopg.Error:
+        return Sight(began)
+    finally:
+        line.close()
+    return Sight(began, server if in_recovery == b"f" else None, frozenset(map(int, (queued or b"").split())))
