@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 
-__all__ = ["CLOCKS_DIFFER", "Progress"]
+from celery_pglock.locks.ledger import CLOCKS_DIFFER
 
-#: The clocks of two hosts differ by seconds. What is told of a time still to come is the word of one that is
-#: wrong: believed, it would keep every beat from sending until then.
-CLOCKS_DIFFER = timedelta(seconds=60)
+__all__ = ["Progress"]
 
 #: Bytes that PostgreSQL passes on at once.
 LONGEST = 7999

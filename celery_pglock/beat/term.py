@@ -38,10 +38,10 @@ from celery.utils.time import maybe_make_aware
 from celery_pglock.delivery import SLOT_HEADER
 from celery_pglock.locks.candidate import Candidate
 from celery_pglock.locks.errors import LockError, LockLost
-from celery_pglock.locks.ledger import Ledger
+from celery_pglock.locks.ledger import CLOCKS_DIFFER, Ledger
 
 from . import slots
-from .progress import CLOCKS_DIFFER, Progress
+from .progress import Progress
 
 __all__ = ["Term", "utcnow"]
 

@@ -10,7 +10,7 @@ a worker puts its id into the row, and every other one is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 import psycopg
 
@@ -18,7 +18,12 @@ from .errors import LockError, LockSetupError, LockUnavailable
 from .requests import Statement
 from .server import reason_of
 
-__all__ = ["Ledger"]
+__all__ = ["CLOCKS_DIFFER", "Ledger"]
+
+#: The clocks of two hosts differ by seconds. What is said to be sent of a time still to come is the word of
+#: one that is wrong: believed, it would keep every beat from sending until then.
+CLOCKS_DIFFER = timedelta(seconds=60)
+NOT_TO_COME = f"due <= clock_timestamp() + interval '{CLOCKS_DIFFER.total_seconds():g} seconds'"
 
 CREATE = """
 CREATE TABLE IF NOT EXISTS {table} (
@@ -49,12 +54,10 @@ UPDATE {table} SET sent_at = clock_timestamp()
 WHERE (schedule, entry, due) = ({schedule}, {entry}, {due})
 """
 
-#: In UTC whatever the session's time zone. What fell due in the time to come was sent by a host whose clock
-#: is wrong: believed, it would keep every beat from sending until then. A claim knows of it.
+#: In UTC whatever the session's time zone. Of a slot that is still to come a claim knows.
 LAST = """
 SELECT entry, to_char(max(due) AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US')
-FROM {table} WHERE schedule = {schedule} AND sent_at IS NOT NULL
-  AND due <= clock_timestamp() + interval '60 seconds'
+FROM {table} WHERE schedule = {schedule} AND sent_at IS NOT NULL AND {not_to_come}
 GROUP BY entry
 """
 
@@ -75,7 +78,7 @@ WHERE schedule = {schedule} AND due < clock_timestamp() - interval '1 day'
   AND (entry <> ALL (ARRAY[{entries}]::text[])
        OR due < (SELECT max(due) FROM {table} AS late
                  WHERE late.schedule = old.schedule AND late.entry = old.entry AND sent_at IS NOT NULL
-                   AND due <= clock_timestamp() + interval '60 seconds'))
+                   AND {not_to_come}))
 """
 
 
@@ -119,7 +122,8 @@ class Ledger:
         self._ask(CLEAN, entries=", ".join(as_sql(entry) for entry in entries))
 
     def _ask(self, template: str, **values: str) -> list[list[bytes | None]]:
-        asked = Statement(template.format(table=self._table, schedule=as_sql(self.schedule), **values))
+        values |= {"table": self._table, "schedule": as_sql(self.schedule), "not_to_come": NOT_TO_COME}
+        asked = Statement(template.format(**values))
         self._perform(asked)
         if isinstance(asked.error, LockError):
             raise asked.error
