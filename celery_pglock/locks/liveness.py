@@ -123,21 +123,22 @@ class Liveness:
         A proxy answers keepalives for a server that is gone, and would let it wait for ever, with all locks
         that it holds. Behind a pooler that has no connection left nobody could look.
         """
-        third = self._settings.loss_timeout / 3
-        pause = third if session.carries_work else self._settings.locate_every
-        ask_aside = session.remote and not self._settings.session_pooler and session.given_up_at is None
-        if not ask_aside or pause is None or not session.unseen_for:
+        bound = self._settings.loss_timeout
+        looks_aside = session.remote and not self._settings.session_pooler and session.given_up_at is None
+        if not looks_aside or not session.unseen_for:
             return []
-        outlook, now = outlook_for(self._settings), time.monotonic()
+        third, pause = bound / 3, bound / 3 if session.carries_work else 3 * bound
+        outlook, now = outlook_for(session.settings_there), time.monotonic()
         if outlook.seen.shows(session):
             session.seen_in_queue(outlook.seen.at)
         if now - self._looked_at > third:
             # Who has just come, or was frozen, can't say how long nobody saw it.
             session.seen_in_queue(now)
         self._looked_at = now
-        if session.unseen_for > 2 * pause and not session.has_an_answer():
+        # A look has the whole bound: a new connection may take longer than an answer.
+        if session.unseen_for > pause + bound and not session.has_an_answer():
             session.fell_silent = True
-            session.give_up(f"PostgreSQL was not seen to let it wait for {2 * pause:.1f} s")
+            session.give_up(f"PostgreSQL did not say for {pause + bound:.1f} s that it waits in the queue")
         elif session.unseen_for > pause and now - outlook.seen.at > third / 3:
             outlook.look()
             return [GLANCE_EVERY]

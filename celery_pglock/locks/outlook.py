@@ -17,7 +17,7 @@ import psycopg
 
 from .errors import LockError
 from .line import Line
-from .server import CONNECT_TIMEOUT, WHO_AM_I
+from .server import WHO_AM_I
 from .settings import Settings
 from .sql import QUEUED
 
@@ -36,11 +36,11 @@ class Sight:
     server: bytes | None = None
     #: The processes of that server that wait for an advisory lock.
     queued: frozenset[int] = frozenset()
-    #: Whether a server that let nobody in said so: it may be full, and alive.
+    #: Whether nobody could be asked for another reason than silence: a server that is full is alive.
     refused: bool = False
 
     def shows(self, session: Session) -> bool:
-        """Whether the server lets a session wait, as far as it lets anybody see."""
+        """Whether the server lets a session wait, as far as anybody can see."""
         return self.refused or (self.server == session.server and session.pid in self.queued)
 
 
@@ -88,14 +88,13 @@ def seen_from_outside(settings: Settings) -> Sight:
     began = time.monotonic()
     try:
         line = Line(settings)
-    except LockError:
-        # Only silence takes its time.
-        return Sight(began, refused=time.monotonic() - began < CONNECT_TIMEOUT / 2)
+    except LockError as exc:
+        return Sight(began, refused=not isinstance(exc.__cause__, psycopg.errors.ConnectionTimeout))
     try:
         [[_, in_recovery, server]] = line.ask(WHO_AM_I)
         [[queued]] = line.ask(QUEUED)
     except psycopg.Error:
-        return Sight(began)
+        return Sight(began, refused=not line.was_cut)
     finally:
         line.close()
     return Sight(began, server if in_recovery == b"f" else None, frozenset(map(int, (queued or b"").split())))

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from psycopg.pq.abc import PGresult
 
 __all__ = [
-    "CONNECT_TIMEOUT",
     "IN_RECOVERY",
     "WHO_AM_I",
     "Connection",
@@ -47,6 +47,7 @@ __all__ = [
     "refuse_standby",
     "session_settings",
     "set_statement",
+    "settings_to_server_of",
     "take_answer",
     "written_out",
 ]
@@ -112,6 +113,13 @@ def connect(settings: Settings, application_name: str, kind: type[SomeConnection
         return kind.connect(conninfo, autocommit=True, prepare_threshold=None)
     except psycopg.Error as exc:
         raise LockUnavailable(reason_of(exc)) from exc
+
+
+def settings_to_server_of(connection: Connection, settings: Settings) -> Settings:
+    """Settings that lead to the very server: no name is looked up for it, and no host tried that is dead."""
+    info = connection.info
+    url = make_conninfo(settings.database_url, host=info.host, hostaddr=info.hostaddr, port=info.port)
+    return replace(settings, database_url=url)
 
 
 def check_server(connection: Connection, who: Sequence[bytes | None], settings: Settings) -> None:
@@ -273,7 +281,7 @@ def cancel(connection: Connection, seconds: float) -> None:
     """Ask the server to end the statement under way, in a bounded time where libpq has a bound for that."""
     if hasattr(connection, "cancel_safe"):
         connection.cancel_safe(timeout=seconds)
-    else:  # psycopg < 3.2
+    else:  # psycopg < 3.2: no other thread runs meanwhile
         connection.cancel()
 
 

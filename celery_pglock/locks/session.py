@@ -51,6 +51,7 @@ from .server import (
     refusal_of,
     session_settings,
     set_statement,
+    settings_to_server_of,
     take_answer,
     written_out,
 )
@@ -96,6 +97,8 @@ class Session:
         #: When it was last seen there by somebody else, and by what process of the server it is known.
         self._seen_in_queue_at = -math.inf
         self.pid: int | None = None
+        #: Lead to its very server, whatever the URL leads to.
+        self.settings_there = settings
         self._answered_at = time.monotonic()
         #: When it last answered more than a sign of life.
         self._worked_at = self._answered_at
@@ -131,6 +134,7 @@ class Session:
             # In this order: a look that began earlier may have found the server before.
             self.located_at = time.monotonic()
             self.pid, self.server = int(who[0] or 0), who[2]
+            self.settings_there = settings_to_server_of(self._connection, self._settings)
             self._query(set_statement(session_settings(self._settings)))
         except psycopg.Error as exc:
             raise refusal_of(exc) from exc
