@@ -7,15 +7,16 @@ of these three, and of nothing else:
   its slot was not sent.
 - ``reserve``: it goes on after its slot, and not after now. So it does not drift, and what was late is sent
   slot by slot.
-- ``apply_async``: the message says which slot it is, and is not published any more when the lock is lost.
-  What the scheduler writes down behind it waits until the slot is recorded.
+- ``apply_async``: the message says which slot it is, and is not published any more when the lock is lost:
+  PostgreSQL is asked once more at the last moment before it leaves that a hook tells of. What the scheduler
+  writes down behind it waits until the slot is recorded.
 
 The lock may be lost while a message is on its way: the broker may have it, and its answer is still to come.
 So a publish is left alone for its first `GRACE` seconds. If it ends in them, the slot was sent, and is
 recorded late, on a new session. Who was frozen in one wakes with these behind it, and is interrupted as soon
-as the loss is found: some milliseconds later, in which the message may still leave. And the next leader does
-not send at once what another had begun to send: it asks again when the first `IN_DOUBT_FOR` seconds of its
-term are over.
+as the loss is found: some milliseconds later. If it was frozen between that last question and the broker's
+socket, less than a millisecond, the message may leave in these. And the next leader does not send at once
+what another had begun to send: it asks again when the first `IN_DOUBT_FOR` seconds of its term are over.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from typing import Any
 
 from celery.beat import Scheduler
 from celery.schedules import schedstate
+from celery.signals import before_task_publish
 from celery.utils.time import maybe_make_aware
 
 from celery_pglock.delivery import SLOT_HEADER
 from celery_pglock.locks.candidate import Candidate
 from celery_pglock.locks.errors import LockError, LockLost
+from celery_pglock.locks.interrupt import LockInterrupt
 from celery_pglock.locks.ledger import CLOCKS_DIFFER, Ledger
 
 from . import slots
@@ -261,12 +264,11 @@ class Term:
         if advance:
             self._reserve(entry)
         slot = self._granted.pop(entry.name)
-        with signals_put_off(), self._sync_put_off():
+        sent = with_slot(entry, slot, self._ledger)
+        with signals_put_off(), self._sync_put_off(), self._asked_again(sent, producer):
             try:
                 with self._candidate.interruptible(GRACE):
-                    result = self._its_apply_async(
-                        with_slot(entry, slot, self._ledger), producer=producer, advance=False, **options
-                    )
+                    result = self._its_apply_async(sent, producer=producer, advance=False, **options)
             except LockLost:
                 logger.warning("entry %r: its publishing was stopped, since the lock was lost", entry.name)
                 # A tick of the scheduler's own may go on, and must not end as one that has sent all.
@@ -278,6 +280,41 @@ class Term:
             else:
                 self._candidate.tell(words)
         return result
+
+    @contextmanager
+    def _asked_again(self, sent: Any, producer: Any) -> Iterator[None]:
+        """Ask PostgreSQL once more when the message is about to leave, or to leave on a new connection.
+
+        However soon that is: who was frozen meanwhile need not see it, as a paused machine's clock may have
+        stood still. The slot needs no second claim: while this beat leads no other makes one.
+        """
+        header = sent.options["headers"][SLOT_HEADER]
+
+        def ask() -> None:
+            if not self._candidate.confirm(str(self._progress)):
+                # No `Exception`: Celery would log what a receiver raises, and publish.
+                raise LockInterrupt
+
+        def on_publish(headers: Any = None, **_: Any) -> None:
+            # What else is published meanwhile, by another thread or beside the message, is none of ours.
+            if headers.get(SLOT_HEADER) == header:
+                ask()
+
+        def revive(channel: Any) -> None:
+            its_revive(channel)
+            ask()
+
+        # Connected just now, it is called last: the other receivers may take their time.
+        before_task_publish.connect(on_publish, weak=False)
+        if producer is not None:
+            # Kombu calls it when it has connected anew, and then tries again.
+            its_revive, producer.revive = producer.revive, revive
+        try:
+            yield
+        finally:
+            before_task_publish.disconnect(on_publish)
+            if producer is not None:
+                del producer.revive
 
     @contextmanager
     def _sync_put_off(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from celery import Celery
 from celery.beat import Scheduler
+from celery.signals import before_task_publish
 
 from celery_pglock import AdvisoryLockedTask
 
@@ -31,6 +33,18 @@ class InMemory(Scheduler):
     def setup_schedule(self) -> None:
         print(f"built in {os.getpid()}", flush=True)
         super().setup_schedule()
+
+
+@before_task_publish.connect
+def freeze(**_: Any) -> None:
+    """Freeze a beat that is about to publish if the test wants it, once.
+
+    From inside: nothing else in its process has had a turn when it goes on.
+    """
+    wanted = Path(os.environ["FLEET_FOLDER"], "freeze")
+    if wanted.exists():
+        wanted.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if "worker" in sys.argv:

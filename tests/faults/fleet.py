@@ -63,11 +63,16 @@ def wait_for(condition: Callable[[], T], what: str | Callable[[], str], timeout:
 
 def alive(pid: int) -> bool:
     """Tell whether a process runs. A zombie does not: its connections are closed."""
+    return status_of(pid) not in ("", "Z", "X")
+
+
+def status_of(pid: int) -> str:
+    """The kernel's letter for what a process does, nothing where there is none."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+        return ""
+    return status.rpartition(")")[2].split()[0]
 
 
 class Worker:

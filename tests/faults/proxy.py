@@ -22,6 +22,9 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._delay = 0.0
+        self._is_cut = False
+        #: How many connections were closed at once.
+        self.refused = 0
         self._connections: set[asyncio.Task[None]] = set()
 
     def __enter__(self) -> Self:
@@ -41,8 +44,14 @@ class Proxy:
         """Keep all that arrives from now on. Connections stay open, and new ones are accepted."""
         self._loop.call_soon_threadsafe(self._flowing.clear)
 
+    def cut(self) -> None:
+        """Close all connections, and new ones as soon as they come."""
+        self._is_cut = True
+        self._run(self._close_connections())
+
     def resume(self) -> None:
         """Forward what was kept, and all that follows."""
+        self._is_cut = False
         self._loop.call_soon_threadsafe(self._flowing.set)
 
     def delay(self, seconds: float) -> None:
@@ -59,11 +68,18 @@ class Proxy:
 
     async def _close(self) -> None:
         self._server.close()
+        await self._close_connections()
+
+    async def _close_connections(self) -> None:
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._is_cut:
+            self.refused += 1
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)

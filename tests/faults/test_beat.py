@@ -26,10 +26,10 @@ from celery import Celery
 
 from celery_pglock.locks.ledger import CREATE
 from faults.beats import Beat, Beats, Send, counts
-from faults.fleet import flush, wait_for
+from faults.fleet import flush, status_of, wait_for
 from faults.nursery import TESTS
 from faults.proxy import Proxy
-from localservers import Redis
+from localservers import PostgreSQL, Redis
 
 _databases = itertools.cycle(range(16))
 
@@ -196,6 +196,41 @@ def test_a_frozen_leader_loses_its_lock(beats: Beats) -> None:
 
 
 LEDGER = {"pglock_beat_ledger": "celery_pglock_beat"}
+
+
+@pytest.mark.parametrize("settings", [{}, LEDGER], ids=["no ledger", "ledger"])
+@pytest.mark.parametrize("where", ["in a receiver", "while the broker is away"])
+def test_who_was_frozen_before_its_message_left_keeps_it(
+    make_beats: BeatsMaker, postgres: PostgreSQL, redis: Redis, settings: dict[str, Any], where: str
+) -> None:
+    """It was granted the slot, and another has sent it. That its session is over reaches it after it woke."""
+    beats = make_beats(**settings, pglock_freeze_timeout=3.0, task_publish_retry_policy={"max_retries": None})
+    with Proxy(postgres.port) as proxy, Proxy(redis.port) as road:
+        first = beats.start_leader(
+            pglock_database_url=beats.dsn.replace(f":{postgres.port}", f":{proxy.port}"),
+            broker_url=beats.broker.replace(f":{redis.port}", f":{road.port}"),
+        )
+        beats.start_follower()
+        beats.wait_between_slots()
+        if where == "in a receiver":
+            (beats.folder / "freeze").touch()
+        else:
+            road.cut()
+            wait_for(lambda: road.refused > 1, "a second try of kombu's")
+            first.signal(signal.SIGSTOP)
+        wait_for(lambda: status_of(first.pid) == "T", "a leader that is frozen")
+        frozen = time.time()
+        proxy.stall()
+        wait_for(lambda: {send.entry for send in beats.reader.since(frozen)} == set("abc"), "its slot")
+        road.resume()
+        first.signal(signal.SIGCONT)
+        time.sleep(1)  # in vain: it waits for PostgreSQL
+        proxy.resume()
+        beats.wait_logged(first, "this beat follows")
+        beats.reader.wait(6, since=time.time())
+    assert not beats.missing()
+    assert set(counts(beats.reader.sends).values()) == {1}
+    assert "its publishing was stopped, since" in first.text()
 
 
 def test_with_a_ledger_a_takeover_sends_each_slot_once(make_beats: BeatsMaker) -> None:
