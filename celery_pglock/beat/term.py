@@ -8,8 +8,8 @@ of these three, and of nothing else:
 - ``reserve``: it goes on after its slot, and not after now. So it does not drift, and what was late is sent
   slot by slot.
 - ``apply_async``: the message says which slot it is, and is not published any more when the lock is lost:
-  PostgreSQL is asked once more at the last moment before it leaves that a hook tells of. What the scheduler
-  writes down behind it waits until the slot is recorded.
+  PostgreSQL is asked once more by the last hook before it leaves. What the scheduler writes down behind it
+  waits until the slot is recorded.
 
 The lock may be lost while a message is on its way: the broker may have it, and its answer is still to come.
 So a publish is left alone for its first `GRACE` seconds. If it ends in them, the slot was sent, and is
@@ -297,7 +297,7 @@ class Term:
 
         def on_publish(headers: Any = None, **_: Any) -> None:
             # What else is published meanwhile, by another thread or beside the message, is none of ours.
-            if headers.get(SLOT_HEADER) == header:
+            if (headers or {}).get(SLOT_HEADER) == header:
                 ask()
 
         def revive(channel: Any) -> None:
