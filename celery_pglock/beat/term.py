@@ -24,8 +24,6 @@ from __future__ import annotations
 import heapq
 import logging
 import shelve
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,7 +36,7 @@ from celery.signals import before_task_publish
 from celery.utils.time import maybe_make_aware
 
 from celery_pglock.delivery import SLOT_HEADER
-from celery_pglock.locks.candidate import Candidate
+from celery_pglock.locks.candidate import Candidate, signals_put_off
 from celery_pglock.locks.errors import LockError, LockLost
 from celery_pglock.locks.interrupt import LockInterrupt
 from celery_pglock.locks.ledger import CLOCKS_DIFFER, Ledger
@@ -265,6 +263,7 @@ class Term:
             self._reserve(entry)
         slot = self._granted.pop(entry.name)
         sent = with_slot(entry, slot, self._ledger)
+        # What ends a beat between a send and its record has the next leader send it again.
         with signals_put_off(), self._sync_put_off(), self._asked_again(sent, producer):
             try:
                 with self._candidate.interruptible(GRACE):
@@ -352,25 +351,6 @@ class Term:
             return
         for name, slot in list(self._unrecorded.items()):
             self._record(self._ledger, name, slot)
-
-
-@contextmanager
-def signals_put_off() -> Iterator[None]:
-    """Put off what ends a beat between a send and its record: the next leader would send it again."""
-    came: list[int] = []
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    ours = [signum for signum, handler in handlers.items() if callable(handler)]
-    try:
-        for signum in ours:
-            signal.signal(signum, lambda signum, _: came.append(signum))
-        yield
-    finally:
-        for signum in ours:
-            signal.signal(signum, handlers[signum])
-        if came:
-            signal.raise_signal(came[0])
 
 
 def with_slot(entry: Any, slot: datetime, ledger: Ledger | None) -> Any:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import select
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from .errors import LockError
 from .hold import Hold
@@ -18,12 +21,12 @@ from .holders import Holder
 from .keeper import Keeper
 from .keys import LockId
 from .native import native_poll
-from .requests import Acquire, Answer, FindHolder, Release, Statement
+from .requests import Acquire, Answer, FindHolder, Release, Request, Statement
 from .server import SessionBroken
 from .session import Session
 from .settings import Settings
 
-__all__ = ["WARN_EVERY", "Candidate"]
+__all__ = ["WARN_EVERY", "Candidate", "signals_put_off"]
 
 logger = logging.getLogger(__name__)
 
@@ -275,6 +278,11 @@ class ListeningKeeper(Keeper):
         self._answer([asked])
         return asked
 
+    def _answer(self, requests: Sequence[Request]) -> None:
+        # Interrupted inside a statement it would lose its session, and nobody be told that it resigned.
+        with signals_put_off():
+            super()._answer(requests)
+
     def _new_session(self) -> Session:
         session = super()._new_session()
         try:
@@ -289,3 +297,22 @@ class ListeningKeeper(Keeper):
     def _asks_anew(self) -> bool:
         # Who listens has missed what was told meanwhile, and decides anew.
         return self._listens is None
+
+
+@contextmanager
+def signals_put_off() -> Iterator[None]:
+    """Put off what ends a process, in its main thread, until a piece of work is done."""
+    came: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    ours = [signum for signum, handler in handlers.items() if callable(handler)]
+    try:
+        for signum in ours:
+            signal.signal(signum, lambda signum, _: came.append(signum))
+        yield
+    finally:
+        for signum in ours:
+            signal.signal(signum, handlers[signum])
+        if came:
+            signal.raise_signal(came[0])

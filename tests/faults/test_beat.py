@@ -118,6 +118,24 @@ def test_sigterm_hands_over_at_once_and_ends_with_0(beats: Beats) -> None:
     assert set(counts(beats.reader.sends).values()) == {1}
 
 
+def test_sigterm_hands_over_at_once_while_postgresql_is_asked(beats: Beats, postgres: PostgreSQL) -> None:
+    """Over a slow link a leader asks nearly all of the time. Interrupted in that, it could tell nobody."""
+    with Proxy(postgres.port) as proxy:
+        first = beats.start_leader(
+            pglock_database_url=beats.dsn.replace(f":{postgres.port}", f":{proxy.port}")
+        )
+        second = beats.start_follower(pglock_beat_poll=3.0)
+        proxy.delay(0.2)
+        beats.reader.wait(3, since=time.time())
+        time.sleep(0.6)  # in the middle of the next tick, and in no publish
+        first.signal(signal.SIGTERM)
+        assert first.wait_ended() == 0
+        ended = time.time()
+        assert second.wait_leading() - ended < 1.0
+    assert not beats.missing()
+    assert set(counts(beats.reader.sends).values()) == {1}
+
+
 def test_a_leader_whose_session_ends_steps_down_and_campaigns_again(
     beats: Beats, observer: psycopg.Connection
 ) -> None:
