@@ -89,7 +89,7 @@ class Hold:
 
     @property
     def is_for_work(self) -> bool:
-        """Whether somebody works under it, and it is no mark of our own."""
+        """Whether somebody is to work under it: the package's own marks belong to no database of his."""
         return self._settings is not None
 
     @property

@@ -139,20 +139,20 @@ class Keeper:
         One with a minimum hold stays taken until that is over, unless it is not to linger. Does nothing for
         what is not held.
         """
-        if hold.status is hold.Status.RELEASED:
-            return
         if hold.status is hold.Status.HELD:
             if linger and hold.min_hold and hold.seconds_held < hold.min_hold:
                 self._linger(hold)
                 return
             self._ask(Release(hold))
-        if not self._shared:
+        # Also once more: an interrupt may have come behind the release, and left a session that nobody ends.
+        if not self._shared and not self._lingering:
             self.retire()
 
     def _linger(self, hold: Hold) -> None:
         self._lingering.append((time.monotonic() + hold.min_hold - hold.seconds_held, hold))
-        hold._released()
         self._watch.wake()
+        # Last of all: who is interrupted before lets it linger twice, which is no longer.
+        hold._released()
 
     def run(self, statement: Statement) -> None:
         """Run a statement that is no question about locks."""
@@ -335,10 +335,12 @@ class Keeper:
         return session
 
     def _drop_session(self, reason: str) -> None:
-        session, self._session = self._session, None
+        session = self._session
         if session is not None:
             self._watch.look_away()
             session.close(reason)
+            # Not before: who is interrupted above drops it once more.
+            self._session = None
             # Only now the holds are lost, and bodies to stop.
             self._watch.wake()
 

@@ -40,8 +40,8 @@ class Liveness:
         self._ping_until = math.inf if pings else -math.inf
         #: Whether the sign of life that was asked for last has come: a second question would come no further.
         self._asked: threading.Lock | None = None
-        #: When it looked at a session in the queue last.
-        self._looked_at = -math.inf
+        #: When it had a glance at a session in the queue last.
+        self._glanced_at = -math.inf
 
     def look_at(self, session: Session) -> list[float]:
         """Do what is due for a session, and return the seconds until more may be."""
@@ -121,7 +121,9 @@ class Liveness:
         """Give a session up that waits for a lock, and that nobody can see waiting.
 
         A proxy answers keepalives for a server that is gone, and would let it wait for ever, with all locks
-        that it holds. Behind a pooler that has no connection left nobody could look.
+        that it holds. So looks begin when a pause is over in which nobody saw it, and have the whole bound to
+        find it: a new connection may take longer than an answer. Behind a pooler that has no connection left
+        nobody could look.
         """
         bound = self._settings.loss_timeout
         looks_aside = session.remote and not self._settings.session_pooler and session.given_up_at is None
@@ -129,16 +131,17 @@ class Liveness:
             return []
         third, pause = bound / 3, bound / 3 if session.carries_work else 3 * bound
         outlook, now = outlook_for(session.settings_there), time.monotonic()
-        if outlook.seen.shows(session):
+        if not outlook.seen.misses(session.pid, session.server):
             session.seen_in_queue(outlook.seen.at)
-        if now - self._looked_at > third:
-            # Who has just come, or was frozen, can't say how long nobody saw it.
+        if min(now - self._glanced_at, session.unseen_for) > 2 * third:
+            # It was this process that stood still: who was frozen can't say whether anybody was there.
             session.seen_in_queue(now)
-        self._looked_at = now
-        # A look has the whole bound: a new connection may take longer than an answer.
+        self._glanced_at = now
         if session.unseen_for > pause + bound and not session.has_an_answer():
             session.fell_silent = True
-            session.give_up(f"PostgreSQL did not say for {pause + bound:.1f} s that it waits in the queue")
+            session.give_up(
+                f"PostgreSQL did not say for {session.unseen_for:.1f} s that it waits in the queue"
+            )
         elif session.unseen_for > pause and now - outlook.seen.at > third / 3:
             outlook.look()
             return [GLANCE_EVERY]

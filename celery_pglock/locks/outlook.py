@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psycopg
 
@@ -20,9 +19,6 @@ from .line import Line
 from .server import WHO_AM_I
 from .settings import Settings
 from .sql import QUEUED
-
-if TYPE_CHECKING:
-    from .session import Session
 
 __all__ = ["Outlook", "Sight", "outlook_for"]
 
@@ -34,14 +30,13 @@ class Sight:
     at: float = -math.inf
     #: The primary that it reached, None where nobody can tell.
     server: bytes | None = None
-    #: The processes of that server that wait for an advisory lock.
-    queued: frozenset[int] = frozenset()
-    #: Whether nobody could be asked for another reason than silence: a server that is full is alive.
-    refused: bool = False
+    #: The processes of that server that wait for an advisory lock: none where it was silent. None where it
+    #: could not be asked for another reason: a server that is full is alive.
+    queued: frozenset[int] | None = frozenset()
 
-    def shows(self, session: Session) -> bool:
-        """Whether the server lets a session wait, as far as anybody can see."""
-        return self.refused or (self.server == session.server and session.pid in self.queued)
+    def misses(self, pid: int | None, server: bytes | None) -> bool:
+        """Whether a process of a server does not wait there. Who could not look misses nobody."""
+        return self.queued is not None and (server != self.server or pid not in self.queued)
 
 
 class Outlook:
@@ -57,15 +52,22 @@ class Outlook:
     def look(self) -> None:
         """Look aside, since to connect may take its time, and not while somebody does."""
         if not self._looking.locked():
-            _thread.start_new_thread(self._look, ())
+            try:
+                _thread.start_new_thread(self._look, ())
+            except RuntimeError:
+                # No thread is to be had: that is no word on the server.
+                self.seen = Sight(time.monotonic(), queued=None)
 
     def _look(self) -> None:
         # Two may have been started.
         if not self._looking.acquire(blocking=False):
             return
-        sight = Sight(time.monotonic())
+        sight = Sight(time.monotonic(), queued=None)
         try:
             sight = seen_from_outside(self._settings)
+        except OSError:
+            # No descriptor is to be had.
+            pass
         finally:
             self.seen = sight
             self._looking.release()
@@ -89,12 +91,15 @@ def seen_from_outside(settings: Settings) -> Sight:
     try:
         line = Line(settings)
     except LockError as exc:
-        return Sight(began, refused=not isinstance(exc.__cause__, psycopg.errors.ConnectionTimeout))
+        silent = isinstance(exc.__cause__, psycopg.errors.ConnectionTimeout)
+        return Sight(began, queued=frozenset() if silent else None)
     try:
         [[_, in_recovery, server]] = line.ask(WHO_AM_I)
         [[queued]] = line.ask(QUEUED)
     except psycopg.Error:
-        return Sight(began, refused=not line.was_cut)
+        return Sight(began, queued=frozenset() if line.was_cut else None)
     finally:
         line.close()
-    return Sight(began, server if in_recovery == b"f" else None, frozenset(map(int, (queued or b"").split())))
+    if in_recovery != b"f":
+        return Sight(began, queued=None)
+    return Sight(began, server, frozenset(map(int, (queued or b"").split())))

@@ -94,17 +94,17 @@ class Session:
         self._sent_at: float | None = None
         #: Until when the statement under way may stand in the queue; 0 for one that does not.
         self._queues_until = 0.0
-        #: When it was last seen there by somebody else, and by what process of the server it is known.
+        #: When somebody else saw it there last.
         self._seen_in_queue_at = -math.inf
-        self.pid: int | None = None
-        #: Lead to its very server, whatever the URL leads to.
-        self.settings_there = settings
         self._answered_at = time.monotonic()
         #: When it last answered more than a sign of life.
         self._worked_at = self._answered_at
         #: When somebody last looked whether the URL leads there, and which server it is, once that is known.
         self.located_at = time.monotonic()
         self.server: bytes | None = None
+        #: Its process there, and settings that lead to this very server, whatever the URL leads to.
+        self.pid: int | None = None
+        self.settings_there = settings
         #: When its holds were given up although the connection stands, see `give_up`.
         self.given_up_at: float | None = None
         #: Whether that was for its silence.

@@ -70,9 +70,7 @@ class Watch:
                 os.write(self._pipe[1], b".")
 
     def stop(self) -> None:
-        """Watch no longer."""
-        if self._stopped:
-            return
+        """Watch no longer. May be told again, where an interrupt came in between."""
         self._stopped = True
         if self._serving.locked():
             self.wake()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(autouse=True)
 def _fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Begin without sessions and settings of other tests."""
+    """Begin without sessions, settings and apps of other tests."""
+    monkeypatch.setattr(_state, "_apps", weakref.WeakSet())
     monkeypatch.setattr(process, "_one_at_a_time", False)
     monkeypatch.setattr(keeper_module, "_keepers", {})
     monkeypatch.setattr(keeper_module, "_scribes", {})

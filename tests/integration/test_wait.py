@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -294,6 +295,22 @@ def test_an_interrupt_at_the_moment_of_the_grant_leaves_no_lock(dsn: str, judge:
         finally:
             giver.join()
         eventually(lambda: not judge.held() and not waiting(judge), "a lock or a waiter is left", within=2)
+
+
+def test_an_interrupt_behind_the_release_leaves_no_session(dsn: str, judge: Judge, way: str) -> None:
+    """What many bodies wait for has a session of its own, which ends with its hold."""
+    if way == "one at a time":
+        pytest.skip("prefork and solo wait on their one session")
+    for _ in range(100):
+        eventually(lambda: judge.take(ID), "the name is not free", within=2)
+        giver = in_thread(lambda: (wait_until_waiting(judge, 1), judge.give_back()))
+        with interrupted_after(20):
+            with advisory_lock(ID, 20, database_url=dsn):
+                is_over(giver)
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 6e-4))
+            time.sleep(5)
+    gc.collect()
+    eventually(lambda: len(judge.sessions()) == 1, f"sessions are left: {judge.sessions()}")
 
 
 def test_an_interrupted_wait_costs_no_other_hold(dsn: str, judge: Judge) -> None:
@@ -676,8 +693,6 @@ def test_a_fork_beside_a_waiter_costs_it_nothing(dsn: str, judge: Judge, scope: 
 
 
 def gc_and_leave() -> None:
-    import gc
-
     from celery_pglock.locks.keeper import close_all
 
     gc.collect()
