@@ -90,14 +90,14 @@ def lock_options_of(
 ) -> LockOptions | None:
     """Check and compile the options of a task class, `None` if it runs unlocked.
 
-    With an ``unlocked_base`` only tasks that set an option below it are locked. Raises
-    `ImproperlyConfigured`.
+    With an ``unlocked_base`` only tasks that set an option below it are locked, and none of Celery's own.
+    Raises `ImproperlyConfigured`.
     """
     known = sorted(name for name in vars(declared_by) if name.startswith("lock_"))
     for name in sorted(set(options_given(task, declared_by)).difference(known)):
         advice = advice_for(name, known, "options")
         raise ImproperlyConfigured(f"task {task.name!r}: there is no option {name}: {advice}")
-    if unlocked_base is not None and not any(options_given(task, unlocked_base)):
+    if unlocked_base is not None and (is_celerys_own(task) or not any(options_given(task, unlocked_base))):
         return None
     option = Option(task)
     if not option.flag("lock_enabled"):
@@ -121,6 +121,14 @@ def lock_options_of(
         in_transaction=option.choice("lock_scope", SCOPES) == "transaction",
         max_wait_is_set=option.value("lock_max_wait") is not UNSET,
     )
+
+
+def is_celerys_own(task: type[Task[..., Any]]) -> bool:
+    """Whether Celery defines it: chord_unlock, map, backend_cleanup. An annotation of "*" is not about those.
+
+    Told by its module, since the tasks of an app that is called "celery" may have such names too.
+    """
+    return task.__module__.startswith("celery.")
 
 
 def entry_options(*, on_conflict: str, **options: Any) -> dict[str, Any]:

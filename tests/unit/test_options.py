@@ -182,6 +182,16 @@ def test_annotations_lock_a_task_of_an_app_wide_class() -> None:
     assert name_of(task) == "celery:other"
 
 
+def test_annotations_of_all_tasks_lock_none_of_celerys_own() -> None:
+    """A locked ``celery.chord_unlock`` would fail, and hang each chord of a database backend."""
+    app = Celery("celery", task_cls=AdvisoryLockedTask, set_as_current=False)
+    app.conf.task_annotations = {"*": {"lock_on_conflict": "retry"}}
+    app.task(name="celery.mine", shared=False)(nothing)
+    app.finalize()
+    assert "celery.chord_unlock" in app.tasks
+    assert [name for name in app.tasks if is_locked(app.tasks[name])] == ["celery.mine"]
+
+
 def test_a_disabled_task_runs_unlocked(app: Celery) -> None:
     """``lock_enabled=False`` is all it takes."""
     assert not is_locked(bound(app, lock_enabled=False))
