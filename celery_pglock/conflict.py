@@ -151,7 +151,8 @@ def revoke(execution: Execution) -> NoReturn:
         request.id or "",
         reason,
         request=request,
-        store_result=not ignores_result(task, request),
+        # What follows in a chain is marked by the same flag, and somebody may wait for that.
+        store_result=bool(request.chain) or not ignores_result(task, request),
         call_errbacks=False,
         state=states.REVOKED,
     )

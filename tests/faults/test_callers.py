@@ -98,10 +98,14 @@ def test_callable_chooses_anew_for_each_conflict(callers: Fleet, held: str) -> N
     assert "trying again" in text
 
 
-def test_skip_in_a_chain_revokes_what_follows(callers: Fleet, held: str) -> None:
-    """A marker is never fed to the next task: the chain ends as revoked, and nothing of it runs."""
-    last = callers.signature("plain")
-    result = chain(callers.signature("skip", held), last, app=callers.app).apply_async()
+@pytest.mark.parametrize("options", [{}, {"ignore_result": True}])
+def test_skip_in_a_chain_revokes_what_follows(callers: Fleet, held: str, options: dict[str, bool]) -> None:
+    """A marker is never fed to the next task: the chain ends as revoked, and nothing of it runs.
+
+    Also where nobody wants the result of the skipped task itself.
+    """
+    first, last = callers.signature("skip", held).set(**options), callers.signature("plain")
+    result = chain(first, last, app=callers.app).apply_async()
     with pytest.raises(TaskRevokedError):
         result.get(timeout=TIMEOUT)
     # It raises as soon as the first is revoked; what follows is marked after that.
