@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from celery import states
-from celery.canvas import _chain
+from celery import Task, states
+from celery.canvas import _chain, group
 from celery.exceptions import Ignore, ImproperlyConfigured, Retry, TaskRevokedError
 from celery.utils.time import get_exponential_backoff_interval
 
@@ -133,10 +133,15 @@ def eager_chain_goes_on() -> bool:
     applied = 0
     while frame is not None and applied <= 1:
         code = frame.f_code
-        if code is _chain.apply.__code__:
-            return frame.f_locals["task"] is not frame.f_locals["self"].tasks[-1]
-        # Beyond a second Task.apply lies the chain of somebody else, whose body applied this task.
+        if code is _chain.apply.__code__ and frame.f_locals["task"] is not frame.f_locals["self"].tasks[-1]:
+            return True
+        if code is group.apply.__code__:
+            # What follows a group gets the marker in its list.
+            return False
+        # Beyond a second Task.apply lies the chain of somebody else, whose body applied this task: unless it
+        # did so to be replaced by it.
         applied += code.co_name == "apply" and "task_id" in code.co_varnames
+        applied -= code is Task.replace.__code__
         frame = frame.f_back
     return False
 

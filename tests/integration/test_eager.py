@@ -309,6 +309,44 @@ def test_a_chain_inside_a_body_is_told_from_the_chain_outside(
     assert fed.with_ == [True]
 
 
+@pytest.mark.parametrize("shape", ["task", "chain"])
+def test_a_marker_of_a_replacement_is_never_fed_to_what_follows(
+    app: Celery, f: Any, fed: Any, taken: None, shape: str
+) -> None:
+    """Who was replaced has the chain of its replacement behind it."""
+
+    @app.task(bind=True, name="replaced", shared=False)
+    def replaced(self, x):
+        return self.replace(f.s(x) if shape == "task" else chain(fed.s(x), f.s()))
+
+    with pytest.raises(TaskRevokedError):
+        chain(replaced.s(1), fed.s()).apply_async().get(timeout=1)
+    assert fed.with_ == ([] if shape == "task" else [1])
+
+
+def test_a_group_that_replaces_hands_its_markers_on(app: Celery, f: Any, fed: Any, taken: None) -> None:
+    """In a list, as every group does."""
+
+    @app.task(bind=True, name="replaced", shared=False)
+    def replaced(self):
+        return self.replace(group(f.si(1), f.si(2)))
+
+    chain(replaced.s(), fed.s()).apply_async().get(timeout=1)
+    ((marker, result),) = fed.with_
+    assert is_skipped(marker)
+    assert result == 20
+
+
+def test_the_last_of_a_chain_may_be_replaced(app: Celery, f: Any, fed: Any, taken: None) -> None:
+    """Nothing follows the replacement either."""
+
+    @app.task(bind=True, name="replaced", shared=False)
+    def replaced(self, x):
+        return self.replace(f.s(x))
+
+    assert is_skipped(chain(fed.s(1), replaced.s()).apply_async().get(timeout=1))
+
+
 def test_a_marker_is_never_fed_to_a_link(f: Any, fed: Any, taken: None) -> None:
     """A callback that expects a result gets none."""
     result = f.apply_async((1,), link=fed.s())
