@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -293,19 +294,29 @@ class Execution:
         return not self._has_successor and not isinstance(error, (TaskPredicate, SoftTimeLimitExceeded))
 
     def keep_back_retry(self, signature: Signature) -> None:
-        """Let a signature that ``retry()`` is about to publish wait for the release."""
+        """Let a signature of this request wait for the release: ``retry()`` publishes it, or the body itself.
+
+        Sent earlier, under the same task id, it would be taken for a second delivery and dropped. Given an id
+        of its own it is another task, and goes at once.
+        """
         headers = signature.options.get("headers") or {}
         # What the retry meets is another conflict than what this execution met.
         signature.options["headers"] = {key: value for key, value in headers.items() if key != HEADER}
         publish = signature.apply_async
 
-        def publish_as_retry_does() -> None:
+        def publish_as_retry_does(*args: Any, **options: Any) -> None:
             try:
-                publish()
+                publish(*args, **options)
             except Exception as exc:
                 raise Reject(exc, requeue=False) from exc
 
-        vars(signature)["apply_async"] = lambda: self.keep_back(publish_as_retry_does)
+        def publish_later(*args: Any, **options: Any) -> Any:
+            if options.get("task_id", signature.id) != self.request.id:
+                return publish(*args, **options)
+            self.keep_back(partial(publish_as_retry_does, *args, **options))
+            return self.task.AsyncResult(self.request.id or "")
+
+        vars(signature)["apply_async"] = publish_later
 
     def keep_back(self, publish: Callable[[], Any]) -> None:
         """Call ``publish`` once the name is free."""

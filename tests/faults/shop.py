@@ -160,6 +160,25 @@ def fails_twice(self: Any, name: str) -> int:
         return self.request.retries
 
 
+@app.task(base=AdvisoryLockedTask, name="sends_itself", bind=True, lock_name="shop", lock_key="<name>")
+def sends_itself(self: Any, name: str, how: str = "") -> str:
+    """Publish its own request once more, for itself or under another id, and stay for a while."""
+    with history.body(name, self.request.id, self.name):
+        if not how:
+            return "sent"
+        signature = self.signature_from_request(args=("elsewhere" if how == "other id" else name,))
+        sent = {
+            "delay": signature.delay,
+            "apply_async": signature.apply_async,
+            "countdown": lambda: signature.apply_async(countdown=1),
+            "other id": lambda: signature.apply_async(task_id="other id"),
+        }[how]()
+        history.note("sent", id=sent.id)
+        # Long enough to be met by a message that was sent at once, or in a second.
+        time.sleep(2.5)
+        return "sends"
+
+
 @app.task(base=AdvisoryLockedTask, name="late_tries", bind=True, lock_name="shop", lock_key="<name>", **LATE)
 def late_tries(self: Any, name: str, countdown: int) -> str:
     """Retry once. Each try has a gate of its own."""

@@ -74,6 +74,27 @@ def test_finally_of_a_body_runs_without_a_lock_where_locks_are_off(make_fleet: F
     assert [event["holders"] for event in fleet.history.events("finally")] == [[]] * 3
 
 
+@pytest.mark.parametrize("how", ["delay", "apply_async", "countdown"])
+def test_body_that_sends_its_own_request_again_loses_none(fleet: Fleet, how: str) -> None:
+    """`signature_from_request` is Celery's, for everybody: what a body sends by it is no duplicate."""
+    fleet.worker("prefork", 2)
+    result = fleet.send("sends_itself", "a", how)
+    fleet.wait(lambda: len(fleet.history.runs("a")) == 2, "the second run")
+    assert [event["id"] for event in fleet.history.events("sent")] == [result.id]
+    assert not waits_for_itself(fleet)
+    assert not fleet.history.overlaps()
+
+
+def test_body_that_sends_its_own_request_under_another_id_has_no_successor(fleet: Fleet) -> None:
+    """It is another task, which runs beside it."""
+    fleet.worker("prefork", 2)
+    result = fleet.send("sends_itself", "a", "other id")
+    fleet.wait(lambda: fleet.history.runs("elsewhere"), "the other task")
+    assert result.get(timeout=30) == "sends"
+    assert [event["id"] for event in fleet.history.events("sent")] == ["other id"]
+    assert len(fleet.history.runs("a")) == 1
+
+
 def test_two_who_retry_themselves_take_turns(fleet: Fleet) -> None:
     """Two tasks of one name that retry themselves never overlap and lose no try of theirs."""
     fleet.worker("prefork", 4)
