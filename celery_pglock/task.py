@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any, ClassVar
 
-from celery import Celery, Task
+from celery import Celery, Task, states
 from celery.app.task import Context
 from celery.canvas import Signature
 from celery.exceptions import Ignore, ImproperlyConfigured
 
 from . import conflict, hooks
 from .config import settings_of
+from .delivery import ignores_result
 from .execution import Execution, hold_for, is_under_way, kept_back_by, unlocked
 from .locks.hold import Hold, current_lock
 from .locks.interrupt import LockInterrupt
@@ -71,6 +74,7 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
 
     _lock_options: ClassVar[LockOptions | None] = None
     _wraps_a_call: ClassVar[bool] = False
+    _stores_started: ClassVar[bool] = False
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
@@ -83,6 +87,7 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
         cls._lock_options = lock_options_of(cls, AdvisoryLockedTask, app.Task if by_choice else None)
         if cls._lock_options is not None:
             refuse_other_limit(cls, cls._lock_options, app)
+            take_over_track_started(cls)
             hooks.install(app)
 
     @property
@@ -127,6 +132,8 @@ class AdvisoryLockedTask(Task):  # type: ignore[type-arg]
 
     def _body(self, request: Context, /, *args: Any, **kwargs: Any) -> Any:
         """Call what lies under the lock: a further class that wraps ``__call__``, or the body itself."""
+        if self._stores_started:
+            store_started(self, request)
         if self._wraps_a_call or request.called_directly:
             return super().__call__(*args, **kwargs)
         # Celery's own __call__ pushes a second request, up to 5.4 a blank one: that is for direct calls.
@@ -155,6 +162,27 @@ def is_execution(task: Task[..., Any], request: Context) -> bool:
         return not is_under_way(request)
     caller = task.app.current_task
     return caller is not None and caller.name in MAPPING_TASKS
+
+
+def take_over_track_started(cls: type[AdvisoryLockedTask]) -> None:
+    """Keep Celery's tracer from storing STARTED: it does so before a second delivery is known for one.
+
+    What the first stored, or its body, would be written over.
+    """
+    if "_stores_started" in vars(cls):
+        return  # It is bound again, and its own value is gone.
+    # One that derives from a bound task inherits False, and what was meant by it.
+    meant = cls.track_started or cls._stores_started
+    cls._stores_started = bool(vars(cls).get("track_started", meant))
+    cls.track_started = False
+
+
+def store_started(task: AdvisoryLockedTask, request: Context) -> None:
+    """Do what ``track_started`` asks for, when the body begins. Source of the call: celery/app/trace.py."""
+    if request.called_directly or request.is_eager or ignores_result(task, request):
+        return
+    about = {"pid": os.getpid(), "hostname": request.hostname or socket.gethostname()}
+    task.backend.store_result(request.id or "", about, states.STARTED, request=request)
 
 
 def next_call(cls: type) -> Any:
