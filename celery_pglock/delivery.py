@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from celery import states
@@ -11,6 +12,7 @@ from celery.app.task import Context
 from celery.backends.base import DisabledBackend
 from celery.canvas import Signature
 from celery.exceptions import Reject
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.serialization import registry  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
@@ -138,10 +140,32 @@ def finished_before(task: AdvisoryLockedTask, request: Context, attempts: Attemp
     backend = task.backend
     if isinstance(backend, DisabledBackend) or not backend.persistent or ignores_result(task, request):
         return False
-    state = backend.get_state(request.id or "")
+    meta = backend.get_task_meta(request.id or "")
+    state = meta["status"]
     # Of the first of its messages: then a later one was published before this was stored.
     has_successor = state == states.RETRY and not any(generation(request, attempts))
-    return has_successor or state in states.READY_STATES
+    return has_successor or (state in states.READY_STATES and not was_stored_before(request, meta))
+
+
+def was_stored_before(request: Context, meta: dict[str, Any]) -> bool:
+    """Whether a result is older than the message's ``eta``: an earlier message of the task stored it.
+
+    One clock tells both: that of the worker that ran this message, if one did. A copy of a second delivery
+    has an eta of its own, and tells nothing of the first.
+    """
+    if not request.eta or ((request.headers or {}).get(HEADER) or {}).get("redelivered"):
+        return False
+    done, eta = utc(meta.get("date_done")), utc(str(request.eta))
+    if done is None or eta is None:
+        return False
+    # MySQL keeps whole seconds.
+    return done < (eta if done.microsecond else eta.replace(microsecond=0))
+
+
+def utc(time: str | datetime | None) -> datetime | None:
+    """Read a time as Celery's worker does: without a zone it is in UTC."""
+    read = maybe_iso8601(time)
+    return None if read is None else maybe_make_aware(read)
 
 
 def generation(request: Context, attempts: Attempts) -> tuple[int, ...]:

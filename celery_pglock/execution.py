@@ -208,6 +208,7 @@ class Execution:
             asked.error = LockUnavailable(f"the result backend did not tell whether the task is done: {exc}")
             return
         if finished:
+            logger.info("task %s is done: its second delivery is dropped", self.request.id, extra=self.extra)
             raise Ignore("a second delivery of an execution that is done")
 
     def _end_unless_first_of_its_slot(self) -> None:
@@ -220,7 +221,9 @@ class Execution:
             return
         ledger = Ledger(table, slot["schedule"], scribe_for(self.settings, "ledger").run)
         if not ledger.run(slot["entry"], slot["due"], self.request.id or ""):
-            logger.info("slot %s of entry %r was run by another message", slot["due"], slot["entry"])
+            logger.info(
+                "slot %s of entry %r was run by another message", slot["due"], slot["entry"], extra=self.extra
+            )
             raise Ignore("a second message of one slot")
 
     def _wait(self) -> Acquire:

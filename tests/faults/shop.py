@@ -188,6 +188,32 @@ def late_tries(self: Any, name: str, countdown: int) -> str:
     return "real"
 
 
+@app.task(base=AdvisoryLockedTask, name="goes_on", bind=True, lock_name="shop", lock_key="<name>")
+def goes_on(self: Any, name: str, countdown: int) -> str:
+    """Retry once, and succeed all the same: the state is SUCCESS before the retry has run."""
+    work(self, name)
+    if not self.request.retries:
+        self.retry(countdown=countdown, throw=False)
+    return f"try {self.request.retries}"
+
+
+@app.task(
+    base=AdvisoryLockedTask, name="late_progress", bind=True, lock_name="shop", lock_key="<name>", **LATE
+)
+def late_progress(self: Any, name: str, gate: str) -> str:
+    self.update_state(state="PROGRESS", meta={"done": 50})
+    work(self, name, gate=gate)
+    return name
+
+
+@app.task(
+    base=AdvisoryLockedTask, name="late_failure", bind=True, lock_name="shop", lock_key="<name>", **LATE
+)
+def late_failure(self: Any, name: str, gate: str) -> None:
+    work(self, name, gate=gate)
+    raise ValueError(name)
+
+
 class Unhurried(AdvisoryLockedTask):
     """What it is told of its retry takes longer than the countdown."""
 

@@ -16,6 +16,7 @@ from faults.judge import take, waiting
 from localservers import RabbitMQ
 
 MET_ITSELF = "under way elsewhere"
+IS_DONE = "is done: its second delivery is dropped"
 
 END_SESSIONS = """
     SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
@@ -93,6 +94,7 @@ def test_redelivered_message_waits_for_the_first_and_does_not_run(impatient: Fle
     assert result.get(timeout=10) == "a"
     fleet.wait(fleet.drained, "an empty queue")
     assert len(fleet.history.runs("a")) == 1, "the task ran again although its result was stored"
+    fleet.logged(IS_DONE)
     assert result.get() == "a"
 
 
@@ -190,6 +192,84 @@ def test_redelivered_message_runs_no_try_again(impatient: Fleet, countdown: int)
     assert len(fleet.history.runs("a")) == 2
     assert not fleet.history.overlaps()
     assert result.get() == "real"
+
+
+@pytest.fixture
+def tracked(make_fleet: FleetMaker) -> Fleet:
+    """An impatient fleet whose tasks tell when they start."""
+    return make_fleet(broker_transport_options={"visibility_timeout": 1}, task_track_started=True)
+
+
+def test_second_delivery_writes_no_start_over_what_the_body_says(tracked: Fleet) -> None:
+    fleet = tracked
+    fleet.worker("threads", 2)
+    result = fleet.send("late_progress", "a", gate="end")
+    fleet.running("a")
+    redeliver_until_logged(fleet, MET_ITSELF)
+    assert (result.state, result.info) == ("PROGRESS", {"done": 50})
+    fleet.open("end")
+    assert result.get(timeout=10) == "a"
+
+
+def test_second_delivery_of_a_failure_does_not_run(tracked: Fleet) -> None:
+    """A start that it wrote over the failure would make it look as if the task ran."""
+    fleet = tracked
+    fleet.worker("threads", 2)
+    result = fleet.send("late_failure", "a", gate="end")
+    fleet.running("a")
+    assert result.state == "STARTED"
+    redeliver_until_logged(fleet, MET_ITSELF)
+    fleet.open("end")
+    fleet.logged(IS_DONE)
+    fleet.wait(fleet.drained, "an empty queue")
+    assert len(fleet.history.runs("a")) == 1
+    assert result.state == "FAILURE"
+
+
+def test_second_delivery_of_a_try_does_not_run(tracked: Fleet) -> None:
+    """The RETRY that the first stored stays."""
+    fleet = tracked
+    fleet.worker("threads", 2)
+    result = fleet.send("late_tries", "a", 6)
+    fleet.running("a")
+    redeliver_until_logged(fleet, MET_ITSELF)
+    fleet.open("try 0")
+    fleet.logged(IS_DONE)
+    fleet.open("try 1")
+    assert result.get(timeout=20) == "real"
+    fleet.wait(fleet.drained, "an empty queue")
+    assert len(fleet.history.runs("a")) == 2
+
+
+def test_retry_that_a_stopped_worker_gives_back_runs(fleet: Fleet) -> None:
+    """The SUCCESS under its id is older than its countdown: that of the first try, which did not raise."""
+    first = fleet.worker("prefork", 1)
+    result = fleet.send("goes_on", "a", 6)
+    assert result.get(timeout=10) == "try 0"
+    fleet.logged("received", times=2)
+    first.stop()
+    fleet.worker("prefork", 1)
+    fleet.wait(lambda: len(fleet.history.runs("a")) == 2, "the retry's body")
+    fleet.wait(fleet.drained, "an empty queue")
+
+
+def test_conflict_of_an_id_used_again_runs_when_its_worker_was_stopped(fleet: Fleet) -> None:
+    """What is stored under its id is older than the copy that waits."""
+    first = fleet.worker("prefork", 2)
+    signature = fleet.signature("late_patient", "a")
+    assert signature.apply_async(task_id="report").get(timeout=10) == "a"
+    fleet.send("skip", "a", gate="end")
+    fleet.running("a")
+    signature.apply_async(task_id="report")
+    fleet.logged("trying again in 6 s")
+    fleet.wait(
+        lambda: len([e for e in fleet.history.events("received") if e["id"] == "report"]) == 3, "it waits"
+    )
+    fleet.open("end")
+    first.stop()
+    fleet.worker("prefork", 2)
+    fleet.wait(lambda: len(fleet.history.runs(task_id="report")) == 2, "its second use's body")
+    fleet.wait(fleet.drained, "an empty queue")
 
 
 def test_waiting_message_that_is_redelivered_does_not_multiply(
