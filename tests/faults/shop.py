@@ -306,8 +306,12 @@ def has_child(self: Any, name: str, how: str, gate: str | None = None) -> None:
     elif how == "multiprocessing":
         # Celery's children are daemons, which may have no children by the book.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,), daemon=True)
+        context = multiprocessing.get_context("fork")
+        is_up = context.Event()
+        process = context.Process(target=stay, args=(is_up,), daemon=True)
         process.start()
+        # Before, a SIGTERM is lost: Celery's handler raises, and Python drops what is raised while it forks.
+        is_up.wait(10)
         child = process.pid or 0
     else:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"]).pid
@@ -315,6 +319,12 @@ def has_child(self: Any, name: str, how: str, gate: str | None = None) -> None:
     work(self, name, gate=gate)
     os.kill(child, 9)
     os.waitpid(child, 0)
+
+
+def stay(is_up: Any) -> None:
+    """Be a child that is there."""
+    is_up.set()
+    time.sleep(30)
 
 
 @app.task(base=AdvisoryLockedTask, name="calls_in_child", bind=True, lock_name="shop", lock_key="<name>")
