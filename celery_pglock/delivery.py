@@ -163,7 +163,12 @@ def was_stored_before(request: Context, meta: dict[str, Any]) -> bool:
 
 
 def utc(time: str | datetime | None) -> datetime | None:
-    """Read a time as Celery's worker does: without a zone it is in UTC."""
+    """Read a text as Celery's worker does: in UTC, where it has no zone.
+
+    None for what a database has in a column without one: Celery stores the app's or the server's time there.
+    """
+    if isinstance(time, datetime):
+        return time if time.tzinfo is not None else None
     read = maybe_iso8601(time)
     return None if read is None else maybe_make_aware(read)
 

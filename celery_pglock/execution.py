@@ -314,7 +314,7 @@ class Execution:
                 raise Reject(exc, requeue=False) from exc
 
         def publish_later(*args: Any, **options: Any) -> Any:
-            if options.get("task_id", signature.id) != self.request.id:
+            if self._over or options.get("task_id", signature.id) != self.request.id:
                 return publish(*args, **options)
             self.keep_back(partial(publish_as_retry_does, *args, **options))
             return self.task.AsyncResult(self.request.id or "")

@@ -36,10 +36,11 @@ from celery.signals import before_task_publish
 from celery.utils.time import maybe_make_aware
 
 from celery_pglock.delivery import SLOT_HEADER
-from celery_pglock.locks.candidate import Candidate, signals_put_off
+from celery_pglock.locks.candidate import Candidate
 from celery_pglock.locks.errors import LockError, LockLost
 from celery_pglock.locks.interrupt import LockInterrupt
 from celery_pglock.locks.ledger import CLOCKS_DIFFER, Ledger
+from celery_pglock.locks.process import signals_put_off
 
 from . import slots
 from .progress import Progress

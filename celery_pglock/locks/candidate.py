@@ -6,14 +6,13 @@ gets the lock. Who comes later finds the leader's last statement in ``pg_stat_ac
 
 from __future__ import annotations
 
+import _thread
 import logging
 import select
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 from .errors import LockError
 from .hold import Hold
@@ -21,17 +20,21 @@ from .holders import Holder
 from .keeper import Keeper
 from .keys import LockId
 from .native import native_poll
+from .process import signals_put_off
 from .requests import Acquire, Answer, FindHolder, Release, Request, Statement
 from .server import SessionBroken
 from .session import Session
 from .settings import Settings
 
-__all__ = ["WARN_EVERY", "Candidate", "signals_put_off"]
+__all__ = ["WARN_EVERY", "Candidate"]
 
 logger = logging.getLogger(__name__)
 
 #: What a leader tells last.
 RESIGNED = "resigned"
+
+#: Seconds for which a statement keeps a process from ending.
+ENDS_WITHIN = 1.0
 
 #: Seconds between two warnings that PostgreSQL can't be asked.
 WARN_EVERY = 60.0
@@ -279,9 +282,22 @@ class ListeningKeeper(Keeper):
         return asked
 
     def _answer(self, requests: Sequence[Request]) -> None:
-        # Interrupted inside a statement it would lose its session, and nobody be told that it resigned.
-        with signals_put_off():
+        session, answered = self._session, threading.Event()
+        if session is None or session.given_up_at is not None:
+            # To connect may take its time, and there is nothing to resign.
             super()._answer(requests)
+            return
+
+        def end_soon() -> None:
+            if not answered.wait(ENDS_WITHIN):
+                session.cut()
+
+        # Interrupted inside a statement it would lose its session, and nobody be told that it resigned.
+        with signals_put_off(lambda: _thread.start_new_thread(end_soon, ())):
+            try:
+                super()._answer(requests)
+            finally:
+                answered.set()
 
     def _new_session(self) -> Session:
         session = super()._new_session()
@@ -297,22 +313,3 @@ class ListeningKeeper(Keeper):
     def _asks_anew(self) -> bool:
         # Who listens has missed what was told meanwhile, and decides anew.
         return self._listens is None
-
-
-@contextmanager
-def signals_put_off() -> Iterator[None]:
-    """Put off what ends a process, in its main thread, until a piece of work is done."""
-    came: list[int] = []
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    ours = [signum for signum, handler in handlers.items() if callable(handler)]
-    try:
-        for signum in ours:
-            signal.signal(signum, lambda signum, _: came.append(signum))
-        yield
-    finally:
-        for signum in ours:
-            signal.signal(signum, handlers[signum])
-        if came:
-            signal.raise_signal(came[0])

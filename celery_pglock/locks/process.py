@@ -1,11 +1,22 @@
-"""What a process is called, and whether it runs more than one body at a time."""
+"""What a process is called, whether it runs more than one body at a time, and what ends it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["application_name", "name_this_process", "serve_one_at_a_time", "serves_one_at_a_time"]
+__all__ = [
+    "application_name",
+    "name_this_process",
+    "serve_one_at_a_time",
+    "serves_one_at_a_time",
+    "signals_put_off",
+]
 
 _name = socket.gethostname()
 _one_at_a_time = False
@@ -33,3 +44,27 @@ def serve_one_at_a_time() -> None:
 
 def serves_one_at_a_time() -> bool:
     return _one_at_a_time
+
+
+@contextmanager
+def signals_put_off(told: Callable[[], object] = bool) -> Iterator[None]:
+    """Put off what ends a process until a piece of work of its main thread is done. ``told`` hears of it."""
+    came: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    ours = [signum for signum, handler in handlers.items() if callable(handler)]
+
+    def put_off(signum: int, _: object) -> None:
+        came.append(signum)
+        told()
+
+    try:
+        for signum in ours:
+            signal.signal(signum, put_off)
+        yield
+    finally:
+        for signum in ours:
+            signal.signal(signum, handlers[signum])
+        if came:
+            signal.raise_signal(came[0])

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -160,6 +161,12 @@ def fails_twice(self: Any, name: str) -> int:
         return self.request.retries
 
 
+def send_later(signature: Any, seconds: float) -> Any:
+    """Publish it when the body that made it is over."""
+    threading.Timer(seconds, signature.delay).start()
+    return signature
+
+
 @app.task(base=AdvisoryLockedTask, name="sends_itself", bind=True, lock_name="shop", lock_key="<name>")
 def sends_itself(self: Any, name: str, how: str = "") -> str:
     """Publish its own request once more, for itself or under another id, and stay for a while."""
@@ -171,6 +178,7 @@ def sends_itself(self: Any, name: str, how: str = "") -> str:
             "delay": signature.delay,
             "apply_async": signature.apply_async,
             "countdown": lambda: signature.apply_async(countdown=1),
+            "later": lambda: send_later(signature, 4.0),
             "other id": lambda: signature.apply_async(task_id="other id"),
         }[how]()
         history.note("sent", id=sent.id)

@@ -136,6 +136,22 @@ def test_sigterm_hands_over_at_once_while_postgresql_is_asked(beats: Beats, post
     assert set(counts(beats.reader.sends).values()) == {1}
 
 
+@pytest.mark.parametrize("settings", [{}, {"pglock_loss_timeout": 60}], ids=["", "patient"])
+def test_sigterm_is_not_kept_waiting_by_a_silent_network(
+    beats: Beats, postgres: PostgreSQL, settings: dict[str, Any]
+) -> None:
+    """Supervisors kill what takes its time."""
+    with Proxy(postgres.port) as proxy:
+        url = beats.dsn.replace(f":{postgres.port}", f":{proxy.port}")
+        first = beats.start_leader(pglock_database_url=url, **settings)
+        proxy.stall()
+        time.sleep(0.5)  # by now it asks
+        asked = time.time()
+        first.signal(signal.SIGTERM)
+        assert first.wait_ended() == 0
+        assert time.time() - asked < 4.0
+
+
 def test_a_leader_whose_session_ends_steps_down_and_campaigns_again(
     beats: Beats, observer: psycopg.Connection
 ) -> None:

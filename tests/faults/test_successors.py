@@ -74,7 +74,7 @@ def test_finally_of_a_body_runs_without_a_lock_where_locks_are_off(make_fleet: F
     assert [event["holders"] for event in fleet.history.events("finally")] == [[]] * 3
 
 
-@pytest.mark.parametrize("how", ["delay", "apply_async", "countdown"])
+@pytest.mark.parametrize("how", ["delay", "apply_async", "countdown", "later"])
 def test_body_that_sends_its_own_request_again_loses_none(fleet: Fleet, how: str) -> None:
     """`signature_from_request` is Celery's, for everybody: what a body sends by it is no duplicate."""
     fleet.worker("prefork", 2)

@@ -20,11 +20,11 @@ ETA = "2026-03-01T12:00:00.500000+00:00"
         ("2026-03-01T12:00:00.500001", False),
         ("2026-03-01T13:00:00.499999+01:00", True),
         ("2026-03-01T13:00:00.500001+01:00", False),
-        (datetime(2026, 3, 1, 12, 0, 0, 499999), True),
-        (datetime(2026, 3, 1, 12, 0, 0, 500001), False),
         (datetime(2026, 3, 1, 12, 0, 0, 499999, timezone.utc), True),
-        (datetime(2026, 3, 1, 12, 0, 0), False),
-        (datetime(2026, 3, 1, 11, 59, 59), True),
+        (datetime(2026, 3, 1, 12, 0, 0, 500001, timezone.utc), False),
+        (datetime(2026, 3, 1, 12, 0, 0, tzinfo=timezone.utc), False),
+        (datetime(2026, 3, 1, 11, 59, 59, tzinfo=timezone.utc), True),
+        (datetime(2026, 3, 1, 7, 0, 1), False),  # in which zone nobody knows
         (None, False),
     ],
 )
