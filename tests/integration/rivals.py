@@ -30,7 +30,7 @@ def waiting(judge: Judge, id: LockId | None = None) -> list[int]:
 
 
 def wait_until_waiting(judge: Judge, number: int, id: LockId | None = None) -> list[int]:
-    eventually(lambda: len(waiting(judge, id)) == number, f"{number} waiters, but {waiting(judge, id)}")
+    eventually(lambda: len(waiting(judge, id)) == number, f"there are no {number} waiters")
     return waiting(judge, id)
 
 
