@@ -310,7 +310,7 @@ def test_an_interrupt_behind_the_release_leaves_no_session(dsn: str, judge: Judg
                 signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 6e-4))
             time.sleep(5)
     gc.collect()
-    eventually(lambda: len(judge.sessions()) == 1, f"sessions are left: {judge.sessions()}")
+    eventually(lambda: len(judge.sessions()) == 1, "sessions are left")
 
 
 def test_an_interrupted_wait_costs_no_other_hold(dsn: str, judge: Judge) -> None:
